@@ -1,0 +1,160 @@
+"""Phantoms: tensors with shape, dtype and device and no data, standing for what another stage holds.
+
+The one idea: on stage s the user's step runs as written. What other stages computed is a `Phantom`; arithmetic between
+Phantoms is arithmetic on shapes, so masks, position ids and views come out right without a transfer. At the stage's first
+block the Phantoms among its arguments are *bound* to the values the previous stage sent, and from then on reading a bound
+Phantom reads the value, gradients included. A Phantom that is read and was never bound raises: it is never silently wrong.
+
+Left out: values that skip a stage are not fetched here, they raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+_READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_OF_PARAMETER = {"__get__", "__set__", "__delete__", "requires_grad_", "detach", "size", "dim", "numel", "stride", "__hash__", "__len__",
+                 "element_size", "is_floating_point", "is_complex", "nelement", "ndimension", "is_contiguous", "__repr__"}  # fmt: skip
+
+
+class PhantomError(RuntimeError):
+    """The user's step read or wrote something that lives on another stage."""
+
+
+class Phantom(Tensor):
+    """What another stage holds: shape, stride, dtype and device, without data.
+
+    Attributes:
+        meta: the same tensor on the meta device.
+        origin: what it stands for, in words, for error messages.
+        value: the tensor it is bound to, or None.
+    """
+
+    meta: Tensor
+    origin: str
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Phantom:
+        phantom = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
+            device=device, requires_grad=requires_grad,
+        )  # fmt: skip
+        phantom.meta, phantom.origin, phantom.value = meta, origin, None
+        return phantom
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Phantom)]
+        if any(x.value is not None for x in leaves):
+            args, kwargs = tree_map_only(Phantom, bound, (args, kwargs))
+            return func(*args, **kwargs)
+        if func.__name__ in _READS_DATA:
+            raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
+        foreign = next((x for x in leaves if isinstance(x, ForeignParameter)), None)
+        if foreign is not None and func.__name__ not in _OF_PARAMETER:
+            raise PhantomError(_unread(foreign, f"`{func.__name__}` uses it outside its module"))
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """Any operation on a Phantom runs on meta tensors and gives a Phantom."""
+        kwargs = dict(kwargs or {})
+        first = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Phantom))
+        written = _refuse_writes(func, args, kwargs, first)
+        device = first.device
+        if kwargs.get("device") is not None:
+            device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
+        margs, mkwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
+        try:
+            result = func(*margs, **mkwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
+        if written is not None:
+            return written
+        return tree_map_only(Tensor, lambda t: Phantom(t, device, first.origin), result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Phantom(shape={tuple(self.meta.shape)}, dtype={self.meta.dtype}, stands for {self.origin})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Phantom:
+        return self
+
+
+class ForeignParameter(Phantom):
+    """A parameter of another stage: optimizers may group it by name and shape, computation may not use it."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, name: str, stages: Sequence[int]) -> ForeignParameter:
+        origin = f"parameter `{name}` of stage {', '.join(map(str, stages))}"
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        parameter = Phantom.__new__(cls, meta, device, origin, requires_grad=like.requires_grad)
+        parameter._is_param = True
+        return parameter
+
+
+def bound(x: Phantom) -> Tensor:
+    """The value a Phantom was bound to, or the Phantom itself."""
+    return x if x.value is None else x.value
+
+
+def _to_meta(x: Tensor) -> Tensor:
+    return x.meta if isinstance(x, Phantom) else x.detach().to("meta")
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phantom | None:
+    """Raise if a Phantom would be written into a real tensor; give the Phantom that is written in place, if any."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = args[i] if i < len(args) else kwargs.get(argument.name)
+        if isinstance(target, Phantom):
+            return target
+        if isinstance(target, Tensor):
+            raise PhantomError(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(target.shape)}"))
+    return None
+
+
+def _unread(x: Phantom, what: str) -> str:
+    if isinstance(x, ForeignParameter):
+        return (
+            f"The step uses {x.origin}, which this stage does not hold: {what}. Compute such a term from a module's own"
+            " forward, tie the parameter to a module of this stage, or use the optimizer's weight_decay."
+        )
+    return (
+        f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pass the value through the blocks"
+        " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a stage."
+    )
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, stride and dtype of a tensor, to be sent in a header."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def describe(tree: Any) -> Any:
+    """Replace every tensor in a structure by its `TensorMeta`."""
+    return tree_map_only(Tensor, lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), tree)
+
+
+def summon(tree: Any, device: torch.device, origin: str) -> Any:
+    """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`."""
+    return tree_map(lambda x: Phantom(_meta_like(x), device, origin) if isinstance(x, TensorMeta) else x, tree)
+
+
+@lru_cache(maxsize=4096)
+def _meta_like(x: TensorMeta) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")

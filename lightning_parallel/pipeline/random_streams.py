@@ -1,0 +1,75 @@
+"""Random numbers that do not depend on the layout: one stream per (seed, batch, micro-batch, module).
+
+The one idea: entering a unit seeds the generators for that unit, leaving it seeds them for what follows it, on every stage
+alike and whether the unit ran for real or was a Phantom. Masks drawn after another stage's dropout, mixup in the step and
+LayerDrop then agree on all stages, and on any number of stages. Outside a step the generators are as the user left them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+_MASK = (1 << 63) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A well-mixed seed from several integers (the splitmix64 finalizer over a running sum).
+
+    Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    x = 0
+    for number in numbers:
+        x = (x + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        x ^= x >> 31
+    return x & _MASK
+
+
+class RandomStreams:
+    """The generators of one process, set to a stream by `begin`, `enter` and `leave`."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Give every generator back as it was found, so that loaders and hooks draw what they would have drawn."""
+        states = [generator.get_state() for generator in self._generators]
+        python, np = random.getstate(), numpy.random.get_state()
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            numpy.random.set_state(np)
+
+    def begin(self, batch: int, microbatch: int) -> int:
+        """Set all generators (Python's and numpy's too) for the start of a step; returns the key of its streams."""
+        key = mix(self.seed, batch, microbatch)
+        random.seed(key)
+        numpy.random.seed(key & 0xFFFFFFFF)
+        self._set(key)
+        return key
+
+    def enter(self, key: int, module: int, call: int) -> None:
+        """Set torch's generators for a module's own stream."""
+        self._set(mix(key, 2 * module + 1, call))
+
+    def leave(self, key: int, module: int, call: int) -> None:
+        """Set torch's generators for what the step does after the module."""
+        self._set(mix(key, 2 * module + 2, call))
+
+    def _set(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
