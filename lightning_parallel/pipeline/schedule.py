@@ -1,0 +1,252 @@
+"""A pipeline schedule as plain data: which rank does what, in which order.
+
+The one idea: a schedule is a table of actions, one row a pipeline rank, and nothing else. The generators write it, the
+checks read it, the simulator prices it, the engine runs it, the pictures and the callbacks draw and measure it: always
+this one object. It says nothing of tensors, processes or time.
+
+The text of an action is that of the literature and of ``torch.distributed.pipelining``: ``2F0`` is the forward of
+micro-batch 0 on stage 2. What the literature's letters do not say follows as a suffix: ``2F0r1`` runs on replica 1,
+``2F0s3`` on token slice 3, ``2F0v5`` reads weight version 5.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lightning_parallel.pipeline import checks, dependencies
+
+Kind = Literal["F", "B", "I", "W", "U"]
+KINDS = ("F", "B", "I", "W", "U")
+
+_ACTION = re.compile(r"(\d+)([FBIWU])(\d+)(?:r(\d+))?(?:s(\d+))?(?:v(\d+))?")
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of one rank: a kind, a stage and a micro-batch.
+
+    Kinds: ``F`` forward, ``B`` whole backward, ``I`` gradient of the stage's input, ``W`` gradient of its weights
+    (I and W together are B), ``U`` weight update. For U, ``microbatch`` counts the updates of the stage.
+
+    Args:
+        kind: one of F, B, I, W, U.
+        stage: which stage of the model, counted along the forward.
+        microbatch: which micro-batch, 0 to M-1.
+        replica: which copy of the pipeline, for schedules that run two directions at once.
+        slice: which piece of the sequence, or None for the whole.
+        version: which weights the action reads, or None for the newest.
+
+    Example:
+        >>> str(Action("F", stage=2, microbatch=0))
+        '2F0'
+        >>> Action.parse("1W3r1")
+        Action(kind='W', stage=1, microbatch=3, replica=1, slice=None, version=None)
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    replica: int = 0
+    slice: int | None = None
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"An action's kind is one of {', '.join(KINDS)}, got {self.kind!r}.")
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind}{self.microbatch}"
+        text += f"r{self.replica}" if self.replica else ""
+        text += "" if self.slice is None else f"s{self.slice}"
+        return text if self.version is None else f"{text}v{self.version}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Action, (self.kind, self.stage, self.microbatch, self.replica, self.slice, self.version)
+
+    @property
+    def key(self) -> Action:
+        """The action without its weight version: what other actions depend on."""
+        return self if self.version is None else replace(self, version=None)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form, the inverse of ``str``.
+
+        Raises:
+            ValueError: the text is not an action of computation.
+        """
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"{text.strip()!r} is not an action. Write [stage][kind][micro-batch], such as 2F0, with kind one of "
+                f"{', '.join(KINDS)}; optional suffixes are r[replica], s[slice], v[version]. "
+                "Actions of communication do not belong in a schedule."
+            )
+        stage, kind, microbatch, replica, piece, version = match.groups()
+        numbers = (int(replica or 0), None if piece is None else int(piece), None if version is None else int(version))
+        return cls(cast(Kind, kind), int(stage), int(microbatch), *numbers)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in one training step, in order.
+
+    Args:
+        name: what the schedule is called in logs and pictures.
+        actions: one tuple of actions a pipeline rank (a *row*), in the order in which the rank runs them.
+        placement: which row holds which (replica, stage).
+        num_microbatches: M, the micro-batches of one step.
+        edges: the (source stage, destination stage) pairs between which activations travel forward and their
+            gradients back. Left out, each stage feeds the next one; a skip connection adds its own pair.
+
+    Example:
+        >>> schedule = Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1")
+        >>> schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+        (2, 2, 2)
+        >>> schedule.check()
+        >>> print(schedule.forward_only().to_text())
+        0F0 0F1
+        1F0 1F1
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+    placement: Mapping[tuple[int, int], int]
+    num_microbatches: int
+    edges: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        edges = self.edges or tuple((stage, stage + 1) for stage in range(self.num_stages - 1))
+        object.__setattr__(self, "edges", tuple((int(source), int(target)) for source, target in edges))
+        object.__setattr__(self, "actions", tuple(tuple(row) for row in self.actions))
+        object.__setattr__(self, "placement", dict(self.placement))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.num_ranks, self.num_stages, self.num_microbatches))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt from its fields, so that what was derived and cached is not sent along.
+        return Schedule, (self.name, self.actions, self.placement, self.num_microbatches, self.edges)
+
+    @property
+    def num_ranks(self) -> int:
+        """D, the number of rows."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """S, the pieces into which the model is cut."""
+        return 1 + max((stage for _, stage in self.placement), default=-1)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model's pipeline the rows hold."""
+        return len({replica for replica, _ in self.placement})
+
+    @cached_property
+    def location(self) -> dict[Action, tuple[int, int]]:
+        """(row, position in the row) of each action, looked up by ``action.key``."""
+        return {action.key: (row, at) for row, line in enumerate(self.actions) for at, action in enumerate(line)}
+
+    @cached_property
+    def order(self) -> tuple[dependencies.Step, ...]:
+        """All actions in one order that serves every dependency, with the indices of what each one needs.
+
+        Raises:
+            ValueError: the rows wait for each other in a circle, or for an action that no row has.
+        """
+        return dependencies.topological_order(self)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Actions whose results ``action`` uses, on its own row and on others; the rules are in ``dependencies``."""
+        return dependencies.needs(self, action)
+
+    def row_of(self, action: Action) -> int:
+        """The row that holds the action's replica and stage."""
+        return self.placement[action.replica, action.stage]
+
+    def stages_of(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The (replica, stage) pairs that ``row`` holds, sorted."""
+        return tuple(sorted(pair for pair, holder in self.placement.items() if holder == row))
+
+    def of(self, *kinds: Kind, row: int | None = None) -> tuple[Action, ...]:
+        """Actions of the kinds given, of all rows or of one, in row order."""
+        rows = self.actions if row is None else (self.actions[row],)
+        return tuple(action for line in rows for action in line if action.kind in kinds)
+
+    def check(self, receive_ahead: int = 1) -> None:
+        """Prove that the schedule runs to its end; the rules are in ``checks``.
+
+        Args:
+            receive_ahead: the receives of how many coming actions a rank has posted while it waits in a send.
+
+        Raises:
+            ValueError: in words, what is missing, misplaced, out of order or blocked.
+        """
+        checks.check(self, receive_ahead)
+
+    def forward_only(self) -> Schedule:
+        """The same schedule without backwards and updates, for evaluation."""
+        rows = tuple(self.of("F", row=row) for row in range(self.num_ranks))
+        return replace(self, name=f"{self.name} (forward only)", actions=rows)
+
+    def to_text(self) -> str:
+        """One line a row, actions apart by a space."""
+        return "\n".join(" ".join(map(str, row)) for row in self.actions)
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "text", edges: tuple[tuple[int, int], ...] = ()) -> Schedule:
+        """Read rows apart by a new line or a slash, actions apart by blanks or commas."""
+        lines = [line for line in text.replace("/", "\n").splitlines() if line.strip()]
+        return _from_cells(name, [line.replace(",", " ").split() for line in lines], edges)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write one line a row, as ``torch.distributed.pipelining`` writes and reads its compute-only schedules."""
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(self.actions)
+
+    @classmethod
+    def from_csv(cls, path: str | PathLike[str], edges: tuple[tuple[int, int], ...] = ()) -> Schedule:
+        """Read a compute-only CSV; stages lie where their actions are, M is what the actions count.
+
+        Empty cells, by which torch pads its rows to a time grid, are skipped: the order is what counts. Torch's
+        pairs ``(0F4;3B2)OVERLAP_F_B`` become two actions in that order. The file does not hold ``edges``.
+
+        Raises:
+            ValueError: a cell is not an action of computation, or a stage is run by two rows.
+        """
+        with open(path, newline="") as file:
+            cells = [[cell for cell in row if cell.strip()] for row in csv.reader(file)]
+        while cells and not cells[-1]:
+            cells.pop()
+        return _from_cells(Path(path).stem, cells, edges)
+
+
+def _from_cells(name: str, cells: Iterable[Iterable[str]], edges: tuple[tuple[int, int], ...]) -> Schedule:
+    rows = tuple(tuple(action for cell in row for action in _parse_cell(cell)) for row in cells)
+    placement: dict[tuple[int, int], int] = {}
+    for index, row in enumerate(rows):
+        for action in row:
+            first = placement.setdefault((action.replica, action.stage), index)
+            if first != index:
+                raise ValueError(
+                    f"Schedule {name!r} runs stage {action.stage} of replica {action.replica} on row {first} and, "
+                    f"with {action}, on row {index}. A stage lies on one row; give the second copy a replica (r1)."
+                )
+    if not placement:
+        raise ValueError(f"Schedule {name!r} has no actions.")
+    microbatches = {action.microbatch for row in rows for action in row if action.kind != "U"}
+    return Schedule(name, rows, placement, 1 + max(microbatches, default=-1), edges)
+
+
+def _parse_cell(cell: str) -> list[Action]:
+    pair = _PAIR.fullmatch(cell.strip())
+    return [Action.parse(text) for text in (pair.group(1).split(";") if pair else [cell])]
