@@ -1,3 +1,63 @@
-"""Model parallelism for unmodified LightningModules, every measured number beside its formula."""
+"""Model parallelism for unmodified LightningModules, every measured number beside its formula.
+
+Names load when they are first used, so that ``import lightning_parallel`` costs milliseconds and the schedule tools
+never wait for Lightning. The strategy strings (``Trainer(strategy="pipeline_1f1b")``) are registered as soon as both
+this package and Lightning are imported, in either order.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_parallel._register import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+    from lightning_parallel.errors import StageError
+    from lightning_parallel.pipeline.schedule import Action, Schedule
+    from lightning_parallel.pipeline.schedules import make as make_schedule
+    from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
+    from lightning_parallel.strategies import PipelineStrategy
 
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "Action": "pipeline.schedule",
+    "BubbleMonitor": "callbacks",
+    "Costs": "pipeline.simulator",
+    "PipelineStrategy": "strategies",
+    "Schedule": "pipeline.schedule",
+    "StageError": "errors",
+    "Timeline": "pipeline.simulator",
+    "TimelineExporter": "callbacks",
+    "make_schedule": "pipeline.schedules:make",
+    "simulate": "pipeline.simulator",
+}
+
+__all__ = [
+    "Action",
+    "BubbleMonitor",
+    "Costs",
+    "PipelineStrategy",
+    "Schedule",
+    "StageError",
+    "Timeline",
+    "TimelineExporter",
+    "make_schedule",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_lightning()

@@ -1,0 +1,89 @@
+"""The import rule: arrows point one way, strategies and callbacks -> machinery -> torch.
+
+The machinery names Lightning nowhere, callbacks never name a strategy, and nothing but the command line needs
+jsonargparse. Read from the source, so that an import inside a function counts too.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "lightning_parallel"
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+MACHINERY = ("pipeline", "measure", "zero", "server", "parallel", "planner", "collectives", "mesh", "watch", "errors")
+OURS = ("strategies", "callbacks", "demo", "cli")
+
+
+def imports(source: str, module: str) -> set[str]:
+    """Every dotted name that a module imports, anywhere in it, as an absolute name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def modules(*parts: str) -> list[Path]:
+    """The files of the package's parts that exist; a part is a folder or a file."""
+    files: list[Path] = []
+    for part in parts:
+        files += sorted((PACKAGE / part).rglob("*.py"))
+        files += [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else []
+    return files
+
+
+def imported_by(path: Path) -> set[str]:
+    # The name of a package's __init__ keeps its last part, so that relative levels count alike.
+    dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return imports(path.read_text(), dotted)
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(PACKAGE)) for path in paths]
+
+
+@pytest.mark.parametrize("path", modules(*MACHINERY), ids=ids(modules(*MACHINERY)))
+def test_machinery_imports_torch_and_never_lightning(path):
+    names = imported_by(path)
+    assert not {name for name in names if name.split(".")[0] in LIGHTNING}
+    above = tuple(f"lightning_parallel.{part}" for part in OURS)
+    assert not {name for name in names if name.startswith(above)}
+
+
+@pytest.mark.parametrize("path", modules("callbacks"), ids=ids(modules("callbacks")))
+def test_callbacks_name_no_strategy(path):
+    assert not {name for name in imported_by(path) if name.startswith("lightning_parallel.strategies")}
+
+
+@pytest.mark.parametrize("path", modules("strategies"), ids=ids(modules("strategies")))
+def test_strategies_name_no_callback_and_no_command(path):
+    above = ("lightning_parallel.callbacks", "lightning_parallel.cli", "lightning_parallel.demo")
+    assert not {name for name in imported_by(path) if name.startswith(above)}
+
+
+def test_only_the_command_line_needs_jsonargparse():
+    users = {path.name for path in PACKAGE.rglob("*.py") if any("jsonargparse" in name for name in imported_by(path))}
+    assert users <= {"cli.py", "cli_messages.py"}
+
+
+def test_importing_the_package_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys, lightning_parallel; print([m for m in ('torch', 'lightning', 'jsonargparse') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_relative_imports_are_resolved():
+    assert imports("from ..measure import spans", "lightning_parallel.pipeline.engine") == {
+        "lightning_parallel.measure",
+        "lightning_parallel.measure.spans",
+    }
+    assert "lightning" in imports("def f():\n    import lightning", "x")
