@@ -15,8 +15,8 @@ Beyond this a row runs its actions one after another, in order. Weight versions 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
@@ -46,33 +46,36 @@ def sources(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 
 def _rules(schedule: Schedule, action: Action) -> Iterator[Action]:
+    stage, piece = action.stage, action.slice
     if action.kind == "F":
-        yield from (_find(schedule, action, "F", stage=source) for source, to in schedule.edges if to == action.stage)
-        if action.slice:
-            yield _find(schedule, action, "F", slice=action.slice - 1)
+        for source in schedule.feeds[0].get(stage, ()):
+            yield _find(schedule, action, "F", source, piece)
+        if piece:
+            yield _find(schedule, action, "F", stage, piece - 1)
     elif action.kind in "BI":
-        yield _find(schedule, action, "F")
-        yield from (_find(schedule, action, "BI", stage=to) for source, to in schedule.edges if source == action.stage)
-        if action.slice is not None and _has(schedule, replace(action, kind="F", slice=action.slice + 1)):
-            yield _find(schedule, action, "BI", slice=action.slice + 1)
+        yield _find(schedule, action, "F", stage, piece)
+        for target in schedule.feeds[1].get(stage, ()):
+            yield _find(schedule, action, "BI", target, piece)
+        if piece is not None and _variant(action, "F", stage, piece + 1) in schedule.location:
+            yield _find(schedule, action, "BI", stage, piece + 1)
     elif action.kind == "W":
-        yield _find(schedule, action, "I")
+        yield _find(schedule, action, "I", stage, piece)
 
 
-def _has(schedule: Schedule, action: Action) -> bool:
-    return action in schedule.location
+def _variant(action: Action, kind: str, stage: int, piece: int | None) -> Action:
+    return type(action)(kind, stage, action.microbatch, action.replica, piece)  # type: ignore[arg-type]
 
 
-def _find(schedule: Schedule, action: Action, kinds: str, **changes: int) -> Action:
-    candidates = [replace(action, kind=kind, **changes) for kind in kinds]  # type: ignore[arg-type]
-    for candidate in candidates:
-        if _has(schedule, candidate):
+def _find(schedule: Schedule, action: Action, kinds: str, stage: int, piece: int | None) -> Action:
+    for kind in kinds:
+        candidate = _variant(action, kind, stage, piece)
+        if candidate in schedule.location:
             return candidate
-    wanted = " or ".join(map(str, candidates))
+    wanted = " or ".join(str(_variant(action, kind, stage, piece)) for kind in kinds)
     row, at = schedule.location[action]
     raise ValueError(
         f"Schedule {schedule.name!r}: {action} (row {row}, action {at}) needs {wanted}, which no row has. "
-        f"Add {wanted} to the row of stage {candidates[0].stage}."
+        f"Add {wanted} to the row of stage {stage}."
     )
 
 
@@ -91,11 +94,11 @@ def topological_order(schedule: Schedule) -> tuple[Step, ...]:
         for row, line in enumerate(schedule.actions):
             while heads[row] < len(line):
                 action = line[heads[row]]
-                wanted = needs(schedule, action)
-                if not all(need in done for need in wanted):
+                indices = [done.get(need) for need in needs(schedule, action)]
+                if None in indices:
                     break
                 done[action.key] = len(steps)
-                steps.append(Step(action, row, tuple(done[need] for need in wanted)))
+                steps.append(Step(action, row, tuple(cast("list[int]", indices))))
                 heads[row] += 1
                 progress = True
     if len(steps) < sum(map(len, schedule.actions)):

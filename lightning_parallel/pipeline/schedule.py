@@ -157,6 +157,16 @@ class Schedule:
         return {action.key: (row, at) for row, line in enumerate(self.actions) for at, action in enumerate(line)}
 
     @cached_property
+    def feeds(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """By stage: the stages whose activations it takes, and the stages that take its own."""
+        takes: dict[int, list[int]] = {}
+        gives: dict[int, list[int]] = {}
+        for source, target in sorted(self.edges):
+            takes.setdefault(target, []).append(source)
+            gives.setdefault(source, []).append(target)
+        return takes, gives
+
+    @cached_property
     def order(self) -> tuple[dependencies.Step, ...]:
         """All actions in one order that serves every dependency, with the indices of what each one needs.
 

@@ -1,0 +1,8 @@
+"""Pure accumulators and the trace format that the callbacks wrap: no Trainer, and no clock of their own.
+
+``bubble`` counts waiting, ``perfetto`` and ``picture`` draw, and ``spans`` is what they and the simulator share.
+"""
+
+from lightning_parallel.measure.spans import Span, StepTrace
+
+__all__ = ["Span", "StepTrace"]

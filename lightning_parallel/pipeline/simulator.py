@@ -1,0 +1,139 @@
+"""Schedule and costs in, the time and the memory of every action out.
+
+The one idea: a row runs its actions in order, and each starts as soon as the row is free and everything it needs has
+arrived; a value that another row made arrives one hop after it was made. Transfers run beside computation and never
+queue. Left out: contention of links, memory other than activations, the time of Python.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_parallel.measure import bubble
+from lightning_parallel.measure.spans import Rows, Span
+from lightning_parallel.pipeline.costs import Costs
+from lightning_parallel.pipeline.schedule import Action, Schedule
+
+__all__ = ["Costs", "Timeline", "peak_activations", "simulate"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs.
+
+    Args:
+        schedule: what was simulated.
+        spans: one tuple of spans a row, in the row's order.
+        critical_path: the chain of actions that sets the makespan, first to last.
+    """
+
+    schedule: Schedule
+    spans: Rows
+    critical_path: tuple[Action, ...]
+
+    @property
+    def rows(self) -> Rows:
+        """The spans, by the name they have in a measured ``StepTrace``."""
+        return self.spans
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time between the first and the last action of all rows."""
+        return bubble.makespan(self.spans)
+
+    @cached_property
+    def idle(self) -> float:
+        """Bubble as the share of all rows' time, see ``measure.bubble.idle_ratio``."""
+        return bubble.idle_of(self.spans)
+
+    @cached_property
+    def span(self) -> float:
+        """Bubble as the share of the longest row's span, see ``measure.bubble.span_ratio``."""
+        return bubble.span_of(self.spans)
+
+    @cached_property
+    def peak(self) -> list[float]:
+        """Most activations that each row holds at a time, see ``peak_activations``."""
+        return peak_activations(self.schedule)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Run a schedule on paper.
+
+    Args:
+        schedule: any schedule whose actions find what they need.
+        costs: time of each kind of action on each stage and of a hop. Left out, 1 for F, I and W, 2 for B, 0 for a hop.
+
+    Returns:
+        The ``Timeline``; its times are in the unit of the costs and begin at 0.
+
+    Raises:
+        ValueError: an action comes before what it needs, or ``costs`` lacks a stage.
+
+    Example:
+        >>> from lightning_parallel.pipeline.schedules import make
+        >>> timeline = simulate(make("1f1b", num_stages=4, num_microbatches=8))
+        >>> timeline.makespan, round(timeline.idle, 4), timeline.peak
+        (33.0, 0.2727, [4, 3, 2, 1])
+    """
+    costs = costs or Costs()
+    order = schedule.order
+    ends: list[float] = []
+    blockers: list[int | None] = []  # the action that decided when this one could start
+    rows: list[list[Span]] = [[] for _ in schedule.actions]
+    last: list[int | None] = [None for _ in schedule.actions]
+    for index, step in enumerate(order):
+        action, row = step.action, step.row
+        start, blocker = 0.0, None
+        if (before := last[row]) is not None:
+            start, blocker = ends[before], before
+        for need in step.needs:
+            arrival = ends[need] + costs.hop(order[need].row, row)
+            if arrival > start:
+                start, blocker = arrival, need
+        ends.append(start + costs.of(action))
+        blockers.append(blocker)
+        rows[row].append(Span(action.kind, action.stage, action.microbatch, start, ends[-1], action.replica))
+        last[row] = index
+    path = tuple(order[index].action for index in _chain(ends, blockers))
+    return Timeline(schedule, tuple(map(tuple, rows)), path)
+
+
+def _chain(ends: list[float], blockers: list[int | None]) -> list[int]:
+    """Indices from the first action to the one that ends last, each the reason why the next did not start sooner."""
+    index = max(range(len(ends)), key=ends.__getitem__, default=None)
+    chain: list[int] = []
+    while index is not None:
+        chain.append(index)
+        index = blockers[index]
+    return chain[::-1]
+
+
+def peak_activations(schedule: Schedule) -> list[float]:
+    """Most activations each row holds at a time, in activations of one full stage for one micro-batch.
+
+    F stores them; B frees them, or W where the backward is split. Since a row runs in order, no times are needed. When
+    S stages lie on D rows a stage counts D / S, and a slice its share of the micro-batch. Memory between I and W is
+    counted in full, while the zero-bubble paper counts it as M_W.
+
+    Returns:
+        One number a row, an ``int`` where it is whole.
+
+    Example:
+        >>> peak_activations(Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"))
+        [2, 1]
+    """
+    slices = Counter(action.microbatch for action in schedule.of("F") if action.stage == 0)
+    unit = schedule.num_ranks / schedule.num_stages
+    peaks = []
+    for row in schedule.actions:
+        live = peak = 0.0
+        for action in row:
+            if action.kind in "FBW":
+                live += unit / slices[action.microbatch] * (1 if action.kind == "F" else -1)
+            peak = max(peak, live)
+        rounded = round(peak, 9)
+        peaks.append(int(rounded) if rounded.is_integer() else rounded)
+    return peaks
