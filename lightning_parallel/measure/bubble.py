@@ -3,8 +3,8 @@
 Three definitions of a bubble are in use, and they differ on the same run. Two are here, by name:
 
 * ``idle``: 1 - sum(busy) / (D * step), the share of all ranks' time between the first and the last action;
-* ``span``: (cost - work) / cost with cost the longest time between a rank's own first and last action, and work the busy
-  time of a rank. It forgives a rank that starts late and ends late, since the next step fills the gap.
+* ``span``: (cost - work) / cost with cost the longest time between a rank's own first and last action, and work the
+  busy time of a rank. It forgives a rank that starts late and ends late, since the next step fills the gap.
 
 The third, bubble over ideal time (Megatron), is ``idle / (1 - idle)``.
 """

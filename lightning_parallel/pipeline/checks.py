@@ -36,7 +36,7 @@ class Channel(NamedTuple):
     direction: str
 
 
-def check(schedule: Schedule, receive_ahead: int = 1) -> None:
+def check(schedule: Schedule, receive_ahead: int = 2) -> None:
     """Raise ``ValueError`` unless the schedule is placed, complete, ordered, FIFO and free of deadlock."""
     check_placement(schedule)
     check_completeness(schedule)
@@ -182,7 +182,7 @@ def check_fifo(schedule: Schedule) -> None:
                 )
 
 
-def check_deadlock(schedule: Schedule, receive_ahead: int = 1) -> None:
+def check_deadlock(schedule: Schedule, receive_ahead: int = 2) -> None:
     """With rendezvous sends and ``receive_ahead`` posted receives, no row waits for ever.
 
     Raises:
@@ -211,6 +211,22 @@ def check_deadlock(schedule: Schedule, receive_ahead: int = 1) -> None:
                 progress = True
     if any(sending) or any(head < len(line) for head, line in zip(heads, schedule.actions, strict=True)):
         raise ValueError(_deadlock(schedule, heads, sending, receive_ahead))
+
+
+def receive_ahead_needed(schedule: Schedule) -> int:
+    """The fewest receives posted ahead with which the schedule passes ``check_deadlock``.
+
+    1F1B needs 1, GPipe 0. Schedules that split the backward over several stages a rank need more.
+    """
+    low, high = 0, max(map(len, schedule.actions))  # with every receive posted no send waits
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            check_deadlock(schedule, middle)
+            high = middle
+        except ValueError:
+            low = middle + 1
+    return low
 
 
 def _posted(

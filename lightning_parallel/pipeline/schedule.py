@@ -192,7 +192,7 @@ class Schedule:
         rows = self.actions if row is None else (self.actions[row],)
         return tuple(action for line in rows for action in line if action.kind in kinds)
 
-    def check(self, receive_ahead: int = 1) -> None:
+    def check(self, receive_ahead: int = 2) -> None:
         """Prove that the schedule runs to its end; the rules are in ``checks``.
 
         Args:
