@@ -1,0 +1,86 @@
+"""The command ``lightning-parallel``: which part of it is meant, and what it can do.
+
+``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI (``_trainer_cli``), ``schedule`` is the schedule tool
+(``schedule_command``). Each is imported only when it is asked for.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "fit": "train a LightningModule",
+    "validate": "run its validation loop",
+    "test": "run its test loop",
+    "predict": "run its predict loop",
+    "schedule": "print, draw, cost or export a pipeline schedule; no model needed",
+}
+
+HELP = """\
+usage: lightning-parallel COMMAND [options]        lightning-parallel COMMAND --help
+
+commands:
+{commands}
+
+examples:
+  lightning-parallel fit --config configs/pipeline/digits_1f1b.yaml
+  lightning-parallel fit --config run.yaml --trainer.strategy PipelineStrategy --trainer.strategy.num_microbatches 8
+  lightning-parallel fit --config run.yaml --print_config
+  lightning-parallel schedule 1f1b --stages 4 --microbatches 8 --png 1f1b.png
+
+Strategies and callbacks of this package, and the classes of lightning_parallel.demo, go by their short names:
+{names}"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+        argv: what follows the command's name; none reads ``sys.argv``. Other processes that a strategy starts are given
+            ``sys.argv``, so pass ``argv`` only with one process or with ``start_method="fork"``.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if command == "--version":
+        from lightning_parallel import __version__
+
+        print(f"lightning-parallel {__version__}")
+        return 0
+    if command not in COMMANDS:
+        print(_unknown(command), file=sys.stderr)
+        return 2
+    return _schedule(arguments[1:]) if command == "schedule" else _trainer(arguments)
+
+
+def _schedule(arguments: list[str]) -> int:
+    from lightning_parallel import schedule_command
+
+    return schedule_command.main(arguments)
+
+
+def _trainer(arguments: list[str]) -> int:
+    from lightning_parallel import _trainer_cli
+
+    return _trainer_cli.run(arguments)
+
+
+def _help() -> str:
+    from lightning_parallel import _trainer_cli
+
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    return HELP.format(commands=commands, names=_trainer_cli.describe_names())
+
+
+def _unknown(command: str) -> str:
+    if command.startswith("-"):
+        return f"lightning-parallel: the command comes first, got {command!r}. Commands: {', '.join(COMMANDS)}."
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"lightning-parallel: there is no command {command!r}.{hint} Commands: {', '.join(COMMANDS)}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The command line: what it answers, mistakes above all. In process, without training anything."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_parallel import cli
+
+RUN = ["fit", "--model", "DigitsClassifier", "--data", "DigitsDataModule"]
+STRINGS = "pipeline_1f1b, pipeline_gpipe, pipeline_naive"
+
+
+def answer(capsys, *arguments: str) -> str:
+    """The text with which the command line refuses the arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*RUN, *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def printed_config(capsys, *arguments: str) -> dict:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*arguments, "--print_config"])
+    assert stopped.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_help_lists_commands_strategies_strings_and_callbacks(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("fit", "validate", "test", "predict", "schedule", "PipelineStrategy", "BubbleMonitor", "GPT"):
+        assert name in text
+    assert STRINGS in text
+
+
+def test_no_command_shows_the_help_and_fails(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: lightning-parallel COMMAND")
+
+
+def test_misspelt_command(capsys):
+    assert cli.main(["fti"]) == 2
+    assert capsys.readouterr().err == (
+        "lightning-parallel: there is no command 'fti'. Did you mean 'fit'? "
+        "Commands: fit, validate, test, predict, schedule.\n"
+    )
+
+
+def test_option_before_the_command(capsys):
+    assert cli.main(["--config", "x.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("lightning-parallel: the command comes first, got '--config'.")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("PipelineStratgy", "PipelineStrategy"),
+        ("pipelinestrategie", "PipelineStrategy"),
+        ("lightning_parallel.strategies.PipelineStratgy", "PipelineStrategy"),
+        ("pipeline_1f1", "pipeline_1f1b"),
+        ("pipline_gpipe", "pipeline_gpipe"),
+        ("dpp", "ddp"),
+    ],
+)
+def test_misspelt_strategy(capsys, given, meant):
+    text = answer(capsys, "--trainer.strategy", given)
+    assert text.startswith(
+        f"lightning-parallel: trainer.strategy was given {given!r}, which is not a strategy. Did you mean {meant}?\n"
+        "Strategies of lightning_parallel: PipelineStrategy.\n"
+        f"Strategy strings of lightning_parallel: {STRINGS}.\n"
+    )
+    assert "    class_path: PipelineStrategy\n" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[PipelineStrategy]", "a list; a run has one strategy. Did you mean PipelineStrategy?"),
+        ('[{"class_path": "PipelineStrategy"}]', "a list; a run has one strategy. Did you mean PipelineStrategy?"),
+        ('{"class_path": "PipelineStratgy"}', "which is not a strategy. Did you mean PipelineStrategy?"),
+        ('{"clas_path": "PipelineStrategy"}', "which has no class_path. Did you mean PipelineStrategy?"),
+        ("zzz", "which is not a strategy.\n"),
+    ],
+)
+def test_other_forms_of_strategy_in_a_file(capsys, tmp_path, given, said):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"trainer:\n  strategy: {given}\n")
+    text = answer(capsys, "--config", str(config))
+    assert text.startswith("lightning-parallel: trainer.strategy was given ")
+    assert said in text
+
+
+def test_misspelt_argument_of_a_strategy(capsys, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("trainer:\n  strategy: {class_path: PipelineStrategy, init_args: {num_microbatchs: 8}}\n")
+    text = answer(capsys, "--config", str(config))
+    assert "Option 'num_microbatchs' is not accepted\nDid you mean num_microbatches?\n" in text
+    assert "PipelineStrategy takes: schedule, num_microbatches, blocks, partition, " in text
+
+
+def test_wrong_type_of_an_argument(capsys, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("trainer:\n  strategy: {class_path: PipelineStrategy, init_args: {num_microbatches: few}}\n")
+    text = answer(capsys, "--config", str(config))
+    assert "Got value: few" in text
+    assert "num_microbatches is an argument of PipelineStrategy." in text
+
+
+def test_misspelt_model(capsys):
+    text = answer(capsys, "--model", "DigitsClasifier")
+    assert "Did you mean DigitsClassifier?" in text
+    assert "BubbleMonitor" in text
+
+
+def test_misspelt_callback(capsys):
+    assert "Did you mean BubbleMonitor?" in answer(capsys, "--trainer.callbacks", "BubbleMonitr")
+
+
+@pytest.mark.parametrize("spelling", ["PipelineStrategy", "lightning_parallel.strategies.PipelineStrategy"])
+def test_a_bare_class_path_is_taken(capsys, spelling):
+    options = ["--trainer.strategy", spelling, "--trainer.strategy.num_microbatches", "4"]
+    strategy = printed_config(capsys, *RUN, *options)["trainer"]["strategy"]
+    assert strategy["class_path"].endswith("PipelineStrategy")
+    assert strategy["init_args"]["num_microbatches"] == 4
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp", *STRINGS.split(", ")])
+def test_strategy_strings_stay_strings(capsys, name):
+    assert printed_config(capsys, *RUN, "--trainer.strategy", name)["trainer"]["strategy"] == name
+
+
+@pytest.mark.parametrize(
+    "config", sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml")), ids=lambda p: p.stem
+)
+def test_print_config_round_trips(capsys, tmp_path, config):
+    once = printed_config(capsys, "fit", "--config", str(config))
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(once))
+    assert printed_config(capsys, "fit", "--config", str(tmp_path / "again.yaml")) == once
+
+
+@pytest.mark.parametrize("module", ["lightning_parallel", "lightning_parallel.cli"])
+def test_runs_as_a_module_too(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("lightning-parallel ")
+
+
+def test_package_imports_without_jsonargparse():
+    code = (
+        "import sys; sys.modules['jsonargparse'] = None\n"
+        "import lightning_parallel as lp, lightning.pytorch\n"
+        "print([name for name in lp.__all__ if not hasattr(lp, name)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_has_a_home():
+    import lightning_parallel
+
+    assert set(lightning_parallel.__all__) == set(lightning_parallel._HOMES)
+    typed = ast.parse(Path(lightning_parallel.__file__).read_text())
+    named = {a.asname or a.name for n in ast.walk(typed) if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(lightning_parallel.__all__) <= named
+
+
+def test_a_wrong_public_name_is_answered_with_the_names():
+    import lightning_parallel
+
+    with pytest.raises(AttributeError, match="has no attribute 'Pipeline'; it has Action, BubbleMonitor"):
+        _ = lightning_parallel.Pipeline
