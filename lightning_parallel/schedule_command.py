@@ -150,7 +150,7 @@ def report(timeline: Timeline, costs: Sequence[float] = UNIT_COSTS) -> str:
         f"bubble (idle)     {timeline.idle:.4f}{beside}",
         f"bubble (span)     {timeline.span:.4f}",
         f"peak activations  {peaks}   (of one full stage and one micro-batch)",
-        f"receives ahead    {receive_ahead_needed(schedule)}   (posted early so that sends which wait for them never block)",
+        f"receives ahead    {receive_ahead_needed(schedule)}   (posted early, so that no send blocks for ever)",
     ]
     return "\n".join(lines)
 

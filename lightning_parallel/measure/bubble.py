@@ -113,13 +113,15 @@ def makespan(rows: Rows) -> float:
 def idle_of(rows: Rows) -> float:
     """``idle_ratio`` of rows of spans, measured or simulated; 0 where no time passed."""
     seconds = makespan(rows)
-    return idle_ratio(busy_seconds(rows), seconds) if seconds > 0 else 0.0
+    # Device clocks round every span, so that their sum can pass the whole by a little.
+    return idle_ratio([min(busy, seconds) for busy in busy_seconds(rows)], seconds) if seconds > 0 else 0.0
 
 
 def span_of(rows: Rows) -> float:
     """``span_ratio`` of rows of spans, measured or simulated; 0 where no time passed."""
     seconds = span_seconds(rows)
-    return span_ratio(busy_seconds(rows), seconds) if min(seconds, default=0.0) > 0 else 0.0
+    busy = [min(busy, limit) for busy, limit in zip(busy_seconds(rows), seconds, strict=True)]
+    return span_ratio(busy, seconds) if min(seconds, default=0.0) > 0 else 0.0
 
 
 def measured_costs(trace: StepTrace) -> Costs:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 COLOURS = {"F": "#3b6fb6", "B": "#4c9f70", "I": "#39a0a3", "W": "#e0a030", "U": "#8a63b0"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 IDLE, SEND, WAIT, INK, MUTED = "#eceef2", "#c2453d", "#d5d9e0", "#22262e", "#6b7280"
-NARROW, WIDE, ROW_HEIGHT, PANEL_MARGIN, TOP, BOTTOM = 11.0, 32.0, 0.40, 0.46, 0.20, 0.58  # inches
-LEFT, RIGHT = 0.80, 0.20  # inches
+NARROW, WIDE, ROW_HEIGHT, PANEL_MARGIN, TOP, BOTTOM = 10.0, 32.0, 0.40, 0.46, 0.20, 0.58  # inches
+MARGIN, LETTER = 0.20, 0.073  # inches: beside the rows, and a letter of the labels
 BOX, GAP = 0.84, 0.08  # of a row: the height of a box, the room above and below it
 DIGIT_WIDTH = 0.64  # of the font size
 COMFORTABLE = 0.19  # inches: a box of average length that holds two digits
@@ -56,7 +56,7 @@ def draw_timelines(
         panels: for example the measured step and below it the simulated one.
         row_labels: one a row. Left out, "rank 0", "rank 1", ...
         seconds: whether times are seconds. If not, they are the unit of the costs that were simulated.
-        dpi: pixels an inch; the picture is 11 inches wide, and up to 32 if it shows many actions.
+        dpi: pixels an inch; the picture is about 11 inches wide, and up to 33 if it shows many actions.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -69,13 +69,17 @@ def draw_timelines(
     if end <= 0:
         raise ValueError(f"There is nothing to draw: {len(panels)} timelines hold no action that takes time.")
     heights = [PANEL_MARGIN + ROW_HEIGHT * len(panel.rows) for panel in shifted]
-    figure = Figure(figsize=(_width(shifted, end), TOP + sum(heights) + BOTTOM), dpi=dpi, facecolor="white")
+    labels = row_labels or [f"rank {row}" for row in range(max(len(panel.rows) for panel in shifted))]
+    left = MARGIN + LETTER * max(map(len, labels))
+    figure = Figure(
+        figsize=(left + MARGIN + _row_width(shifted, end), TOP + sum(heights) + BOTTOM), dpi=dpi, facecolor="white"
+    )
     FigureCanvasAgg(figure)
     factor, unit = _unit(end) if seconds else (1.0, "time, in units of the costs")
     top = TOP
     for index, (panel, height) in enumerate(zip(shifted, heights, strict=True)):
-        axes = _place(figure, top + PANEL_MARGIN, height - PANEL_MARGIN)
-        _draw_panel(axes, panel, factor, end * factor, row_labels)
+        axes = _place(figure, left, top + PANEL_MARGIN, height - PANEL_MARGIN)
+        _draw_panel(axes, panel, factor, end * factor, labels)
         axes.tick_params(labelbottom=index == len(panels) - 1)
         top += height
     axes.set_xlabel(unit, color=MUTED, fontsize=9)
@@ -94,10 +98,10 @@ def _from_zero(rows: Rows) -> Rows:
     )
 
 
-def _width(panels: Sequence[Panel], end: float) -> float:
+def _row_width(panels: Sequence[Panel], end: float) -> float:
     """Inches that give the boxes room for their numbers, within reason."""
     boxes = [span.seconds for panel in panels for row in panel.rows for span in row if span.is_compute]
-    return min(WIDE, max(NARROW, LEFT + RIGHT + COMFORTABLE * end * len(boxes) / sum(boxes)))
+    return min(WIDE, max(NARROW, COMFORTABLE * end * len(boxes) / sum(boxes)))
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -107,19 +111,18 @@ def _unit(seconds: float) -> tuple[float, str]:
     return 1e6, "microseconds"
 
 
-def _place(figure: Figure, top: float, height: float) -> Axes:
+def _place(figure: Figure, left: float, top: float, height: float) -> Axes:
     width, total = figure.get_size_inches()
-    return figure.add_axes((LEFT / width, 1 - (top + height) / total, 1 - (LEFT + RIGHT) / width, height / total))
+    return figure.add_axes((left / width, 1 - (top + height) / total, 1 - (left + MARGIN) / width, height / total))
 
 
-def _draw_panel(axes: Axes, panel: Panel, factor: float, end: float, row_labels: Sequence[str] | None) -> None:
-    labels = row_labels or [f"rank {row}" for row in range(len(panel.rows))]
+def _draw_panel(axes: Axes, panel: Panel, factor: float, end: float, labels: Sequence[str]) -> None:
     own_end = max(span.end for row in panel.rows for span in row) * factor
     for row, spans in enumerate(panel.rows):
         axes.broken_barh([(0, own_end)], (row + GAP, BOX), facecolors=IDLE, linewidth=0, zorder=1)
         _draw_row(axes, row, spans, factor, end)
     axes.set(xlim=(0, end), ylim=(len(panel.rows), 0), yticks=[row + 0.5 for row in range(len(panel.rows))])
-    axes.set_yticklabels(labels, fontsize=9, color=INK)
+    axes.set_yticklabels(labels[: len(panel.rows)], fontsize=9, color=INK)
     axes.tick_params(length=0, colors=MUTED, labelsize=9)
     axes.tick_params(axis="y", colors=INK)
     axes.grid(axis="x", color="white", linewidth=0.8, zorder=1.5)
@@ -172,7 +175,7 @@ def _legend(figure: Figure, panels: Sequence[Panel]) -> None:
     entries += [Patch(color=SEND, label="sends")] if "send" in kinds else []
     entries += [Patch(color=IDLE, label="idle")]
     width, height = figure.get_size_inches()
-    corner = (1 - RIGHT / width, 1 - 0.10 / height)
+    corner = (1 - MARGIN / width, 1 - 0.10 / height)
     style: dict[str, Any] = {
         "frameon": False,
         "fontsize": 9,

@@ -1,0 +1,6 @@
+"""Callbacks for ``Trainer(callbacks=[...])``: every measured number beside its formula."""
+
+from lightning_parallel.callbacks.bubble import BubbleMonitor
+from lightning_parallel.callbacks.timeline import TimelineExporter
+
+__all__ = ["BubbleMonitor", "TimelineExporter"]

@@ -1,0 +1,79 @@
+"""Log how much of a pipeline's time is waiting, beside what was promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
+from lightning_parallel.measure.reading import BubbleHistory
+
+
+class BubbleMonitor(Callback):
+    """Logs the measured bubble of a training step, the expected one and the formula, to every logger.
+
+    Keys, each the same number on every rank:
+
+    * ``parallel/bubble_idle``, ``parallel/bubble_span``: measured, by the two definitions of ``measure.bubble``;
+    * the same with ``_expected``: the schedule simulated with this run's measured action times, so that the difference
+      is what the engine adds to the schedule;
+    * the same with ``_formula``: the closed form, for schedules that have one;
+    * ``parallel/busy_seconds/rank_r``, ``parallel/waiting_seconds/rank_r``, ``parallel/transfer_seconds/rank_r``.
+
+    Clocks are read a step late, so that no device has to be waited for: what is logged at step k was measured in
+    step k - 1, and the last step is logged when the training ends. Ranks exchange their times only on steps that log.
+
+    Args:
+        every_n_steps: log once in so many optimizer steps; None is the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: ``every_n_steps`` is below 1, or the Trainer's strategy runs no pipeline.
+
+    Example::
+
+        monitor = BubbleMonitor()
+        trainer = Trainer(strategy="pipeline_1f1b", devices=4, callbacks=[monitor])
+        trainer.fit(model)
+        print(monitor.summary())
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        self._is_due = EveryNSteps(self, every_n_steps)
+        self._history = BubbleHistory()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy without a pipeline, and start a new history."""
+        require_stats(trainer, self)
+        if stage == "fit":
+            self._is_due = EveryNSteps(self, self._is_due.every_n_steps)
+            self._history = BubbleHistory()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the newest finished step, on the steps that log."""
+        default: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if self._is_due(trainer.global_step, default):
+            # Tensors on the CPU: nothing is copied to a device to be logged, and nothing waits for one.
+            metrics = {key: torch.tensor(value) for key, value in self._read(trainer).items()}
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last step, which no later batch could."""
+        metrics = self._read(trainer)
+        if metrics and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+    def summary(self) -> str:
+        """The median measured bubble of the last ``fit`` beside formula and expectation, one line."""
+        return self._history.summary()
+
+    def _read(self, trainer: Trainer) -> dict[str, float]:
+        stats = stats_of(trainer)
+        trace = stats.trace()
+        if trace is None or self._history.has(trace):
+            return {}
+        return self._history.add(trace).metrics(stats.row_ranks)

@@ -1,0 +1,69 @@
+"""What the callbacks read of a strategy, and how they find it: never a concrete strategy class."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+from lightning.pytorch import Trainer
+
+from lightning_parallel.measure.spans import StepTrace
+from lightning_parallel.pipeline.schedule import Schedule
+
+
+class PipelineStats(Protocol):
+    """``trainer.strategy.stats`` of a strategy that runs a pipeline."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the ranks run in a training step."""
+
+    @property
+    def row_ranks(self) -> tuple[int, ...]:
+        """Global rank of each row of the schedule."""
+
+    def trace(self) -> StepTrace | None:
+        """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
+
+
+def require_stats(trainer: Trainer, callback: object) -> None:
+    """Refuse a strategy that measures no pipeline.
+
+    Raises:
+        ValueError: the trainer's strategy has no ``stats``.
+    """
+    if not hasattr(trainer.strategy, "stats"):
+        raise ValueError(
+            f"{type(callback).__name__} measures a pipeline, and the Trainer uses {type(trainer.strategy).__name__}, "
+            f'which has none. Use Trainer(strategy="pipeline_1f1b", ...), or remove the callback.'
+        )
+
+
+def stats_of(trainer: Trainer) -> PipelineStats:
+    """The trainer's pipeline statistics, once ``require_stats`` passed."""
+    return cast(PipelineStats, cast(Any, trainer.strategy).stats)
+
+
+class EveryNSteps:
+    """Says yes once every n optimizer steps, and never twice for one step that accumulates gradients.
+
+    Args:
+        callback: whose setting it is, for the message.
+        every_n_steps: n, >= 1, or None to be given later.
+
+    Raises:
+        ValueError: n is below 1.
+    """
+
+    def __init__(self, callback: object, every_n_steps: int | None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"{type(callback).__name__}(every_n_steps={every_n_steps}) needs 1 or more, or None.")
+        self.every_n_steps = every_n_steps
+        self._seen = 0
+
+    def __call__(self, step: int, default: int) -> bool:
+        """Whether ``step`` optimizer steps are a multiple of n that was not seen before; every rank answers alike."""
+        every_n_steps = self.every_n_steps or default
+        if step == self._seen or every_n_steps < 1:  # Lightning's log_every_n_steps=0 is never
+            return False
+        self._seen = step
+        return step % every_n_steps == 0

@@ -1,0 +1,100 @@
+"""Draw what a training step of a pipeline did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
+from lightning_parallel.measure.bubble import idle_of, span_of
+from lightning_parallel.measure.perfetto import write_chrome_trace
+from lightning_parallel.measure.picture import Panel, draw_timelines
+from lightning_parallel.measure.reading import expected_timeline
+from lightning_parallel.measure.spans import StepTrace
+
+
+class TimelineExporter(Callback):
+    """Writes a step's timeline as a picture and as a trace for https://ui.perfetto.dev.
+
+    ``timeline/step_000099.png`` shows the measured step above the schedule simulated with its action times, on one
+    scale; ``timeline/step_000099.json`` is the same step in the Chrome trace format. Rank 0 writes, all ranks give
+    their times. The last step of the training is written as well.
+
+    Args:
+        dirpath: folder of the files. Left out, ``timeline`` in the trainer's ``log_dir``, or in the working directory
+            where there is none.
+        every_n_steps: write once in so many optimizer steps. Drawing takes rank 0 about a second.
+
+    Raises:
+        ValueError: ``every_n_steps`` is below 1, or the Trainer's strategy runs no pipeline.
+
+    Example::
+
+        trainer = Trainer(strategy="pipeline_1f1b", devices=4, callbacks=[TimelineExporter(every_n_steps=500)])
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, every_n_steps: int = 100) -> None:
+        self.dirpath = dirpath
+        self.files: list[Path] = []
+        self._is_due = EveryNSteps(self, every_n_steps)
+        self._folder = Path()
+        self._written: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy without a pipeline."""
+        require_stats(trainer, self)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree on the folder: ``log_dir`` is a broadcast, so every rank asks for it."""
+        self._is_due = EveryNSteps(self, self._is_due.every_n_steps)
+        self._written, self.files = None, []
+        self._folder = Path(self.dirpath) if self.dirpath else Path(trainer.log_dir or Path.cwd()) / "timeline"
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the newest finished step, on the steps that are due."""
+        if self._is_due(trainer.global_step, default=0):
+            self._export(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the last step."""
+        self._export(trainer)
+
+    def _export(self, trainer: Trainer) -> None:
+        stats = stats_of(trainer)
+        trace = stats.trace()
+        if trace is None or trace.step == self._written:
+            return
+        self._written = trace.step
+        if trainer.is_global_zero:
+            self.files += write_timeline(self._folder, trace, stats.row_ranks)
+
+
+def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -> list[Path]:
+    """Write the PNG and the JSON of one step and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, events = (folder / f"step_{trace.step:06d}.{suffix}" for suffix in ("png", "json"))
+    expected, schedule = expected_timeline(trace), trace.schedule
+    panels = [
+        Panel(
+            f"Measured: {schedule.name}, step {trace.step}",
+            trace.rows,
+            f"bubble: idle {idle_of(trace.rows):.3f}, span {span_of(trace.rows):.3f}",
+        ),
+        Panel(
+            "Simulated: every action takes its measured mean",
+            expected.rows,
+            f"bubble: idle {expected.idle:.3f}, span {expected.span:.3f}",
+        ),
+    ]
+    draw_timelines(picture, panels, [_row_label(trace, row, rank) for row, rank in enumerate(row_ranks)])
+    write_chrome_trace(events, [trace], row_ranks)
+    return [picture, events]
+
+
+def _row_label(trace: StepTrace, row: int, rank: int) -> str:
+    stages = ", ".join(str(stage) for _, stage in trace.schedule.stages_of(row))
+    return f"stage {stages} · rank {rank}"

@@ -1,0 +1,129 @@
+"""The bubble of one measured step beside what was promised, and the history of such readings.
+
+``BubbleMonitor`` logs a reading; here is what one holds, without a Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import median
+
+from lightning_parallel.measure import bubble
+from lightning_parallel.measure.spans import StepTrace
+from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedules import SCHEDULES
+from lightning_parallel.pipeline.schedules.formulas import FORMULAS, bubble_formula
+from lightning_parallel.pipeline.simulator import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class BubbleReading:
+    """The bubbles of one step: measured, expected of the schedule with the measured action times, and by formula.
+
+    Args:
+        step: which training step.
+        idle: measured, see ``bubble.idle_ratio``.
+        span: measured, see ``bubble.span_ratio``.
+        idle_expected: of the simulator with this step's mean action times.
+        span_expected: of the simulator with this step's mean action times.
+        formula: the closed form for equal actions and no communication, the same for both; None where there is none.
+        busy: seconds each row computed.
+        waiting: seconds each row waited for a value.
+        transfer: seconds of each row's sends.
+    """
+
+    step: int
+    idle: float
+    span: float
+    idle_expected: float
+    span_expected: float
+    formula: float | None
+    busy: tuple[float, ...]
+    waiting: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> BubbleReading:
+        """Read a measured step."""
+        expected, rows = expected_timeline(trace), trace.rows
+        seconds = bubble.busy_seconds(rows), bubble.waiting_seconds(rows), bubble.transfer_seconds(rows)
+        return cls(
+            trace.step,
+            bubble.idle_of(rows),
+            bubble.span_of(rows),
+            expected.idle,
+            expected.span,
+            formula_of(trace.schedule),
+            *seconds,
+        )
+
+    def metrics(self, row_ranks: Sequence[int]) -> dict[str, float]:
+        """The reading under its log keys; seconds carry the global rank of their row."""
+        values = {
+            "parallel/bubble_idle": self.idle,
+            "parallel/bubble_idle_expected": self.idle_expected,
+            "parallel/bubble_span": self.span,
+            "parallel/bubble_span_expected": self.span_expected,
+        }
+        if self.formula is not None:
+            values |= {"parallel/bubble_idle_formula": self.formula, "parallel/bubble_span_formula": self.formula}
+        for row, rank in enumerate(row_ranks):
+            values[f"parallel/busy_seconds/rank_{rank}"] = self.busy[row]
+            values[f"parallel/waiting_seconds/rank_{rank}"] = self.waiting[row]
+            values[f"parallel/transfer_seconds/rank_{rank}"] = self.transfer[row]
+        return values
+
+
+def expected_timeline(trace: StepTrace) -> Timeline:
+    """What the schedule would take if every action took the mean time it was measured to take."""
+    return simulate(_known(trace.schedule), bubble.measured_costs(trace))
+
+
+@lru_cache(maxsize=8)
+def formula_of(schedule: Schedule) -> float | None:
+    """The closed form of the schedule's bubble; None for a schedule of another order, whatever it is called."""
+    generator = SCHEDULES.get(schedule.name)
+    if generator is None or generator(schedule.num_stages, schedule.num_microbatches).actions != schedule.actions:
+        return None
+    return bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches)
+
+
+@lru_cache(maxsize=8)
+def _known(schedule: Schedule) -> Schedule:
+    """The first object equal to ``schedule``, which knows its order already: traces arrive with a copy each step."""
+    return schedule
+
+
+@dataclass
+class BubbleHistory:
+    """The readings of a run, and their medians in words."""
+
+    schedule: Schedule | None = None
+    readings: list[BubbleReading] = field(default_factory=list)
+
+    def add(self, trace: StepTrace) -> BubbleReading:
+        """Read a step and keep it."""
+        reading = BubbleReading.of(trace)
+        self.schedule = trace.schedule
+        self.readings.append(reading)
+        return reading
+
+    def has(self, trace: StepTrace) -> bool:
+        """Whether the newest reading is of this step."""
+        return bool(self.readings) and self.readings[-1].step == trace.step
+
+    def summary(self) -> str:
+        """The median bubble of the run beside its promises, for people."""
+        if self.schedule is None:
+            return "bubble: no step was measured"
+        schedule, readings = self.schedule, self.readings
+        idle, expected = median(r.idle for r in readings), median(r.idle_expected for r in readings)
+        promise = f"the schedule with the measured action times {expected:.4f}"
+        if (formula := readings[-1].formula) is not None:
+            promise = f"formula {FORMULAS[schedule.name]} = {formula:.4f}, {promise}"
+        return (
+            f"bubble measured {idle:.4f} beside {promise} ({schedule.name}, {schedule.num_ranks} stages, "
+            f"{schedule.num_microbatches} micro-batches; idle share, median of {len(readings)} steps)"
+        )
