@@ -93,7 +93,7 @@ def explain(message: str) -> str:
     option = re.search(r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected", message)
     if option:
         return f"{message}\n{explain_option((option[1] or option[2]).split('.')[-1])}"
-    argument = re.search(r'Parser key "(\w+)":', message)
+    argument = re.search(r'Parser key "(\w+)":', message) or re.search(r"arguments are required: (\w+)$", message)
     owners = [name for name, takes in _arguments().items() if argument and argument[1] in takes]
     if argument and owners:
         return f"{message}\n{argument[1]} is an argument of {', '.join(owners)}."

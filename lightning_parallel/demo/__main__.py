@@ -42,7 +42,7 @@ def train(name: str) -> None:
     seed_everything(0, verbose=False)
     model, data, length = _pieces(name)
     bubble = BubbleMonitor()
-    timeline = TimelineExporter(dirpath=OUTPUT / name, every_n_steps=20)
+    timeline = TimelineExporter(dirpath=OUTPUT / name, every_n_steps=1000)  # the last step always
     strategy = PipelineStrategy(schedule="1f1b", num_microbatches=MICROBATCHES)
     trainer = Trainer(
         accelerator="cpu",

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lightning_parallel import cli
+from lightning_parallel._trainer_cli import explain
 
 RUN = ["fit", "--model", "DigitsClassifier", "--data", "DigitsDataModule"]
 STRINGS = "pipeline_1f1b, pipeline_gpipe, pipeline_naive"
@@ -109,6 +110,11 @@ def test_wrong_type_of_an_argument(capsys, tmp_path):
     text = answer(capsys, "--config", str(config))
     assert "Got value: few" in text
     assert "num_microbatches is an argument of PipelineStrategy." in text
+
+
+def test_missing_argument_of_a_strategy_is_told_whose_it_is():
+    text = explain("the following arguments are required: num_microbatches")
+    assert text.endswith("required: num_microbatches\nnum_microbatches is an argument of PipelineStrategy.")
 
 
 def test_misspelt_model(capsys):
