@@ -191,7 +191,6 @@ def check_deadlock(schedule: Schedule, receive_ahead: int = 2) -> None:
     out = messages_out(schedule)
     heads = [0] * schedule.num_ranks  # actions run, so that a row's posted receives reach heads + receive_ahead
     sending: list[list[tuple[Channel, Message]]] = [[] for _ in schedule.actions]
-    done: set[Action] = set()
     progress = True
     while progress:
         progress = False
@@ -204,9 +203,8 @@ def check_deadlock(schedule: Schedule, receive_ahead: int = 2) -> None:
             if waiting or heads[row] == len(line):
                 continue
             action = line[heads[row]]
-            if all(need in done for need in schedule.needs(action)):
+            if all(at < heads[source] for _, (source, at) in dependencies.located_needs(schedule, action)):
                 sending[row] = list(out.get(action.key, ()))
-                done.add(action.key)
                 heads[row] += 1
                 progress = True
     if any(sending) or any(head < len(line) for head, line in zip(heads, schedule.actions, strict=True)):

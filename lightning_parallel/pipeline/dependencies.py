@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
@@ -37,7 +37,7 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     Raises:
         ValueError: the schedule lacks one of them.
     """
-    return tuple(_rules(schedule, action.key))
+    return tuple(need for need, _ in located_needs(schedule, action))
 
 
 def sources(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -45,7 +45,8 @@ def sources(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     return tuple(need for need in needs(schedule, action) if need.stage != action.stage)
 
 
-def _rules(schedule: Schedule, action: Action) -> Iterator[Action]:
+def located_needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, tuple[int, int]]]:
+    """``needs`` with the (row, position in the row) of each: it is done once its row has passed that position."""
     stage, piece = action.stage, action.slice
     if action.kind == "F":
         for source in schedule.feeds[0].get(stage, ()):
@@ -66,13 +67,16 @@ def _variant(action: Action, kind: str, stage: int, piece: int | None) -> Action
     return type(action)(kind, stage, action.microbatch, action.replica, piece)  # type: ignore[arg-type]
 
 
-def _find(schedule: Schedule, action: Action, kinds: str, stage: int, piece: int | None) -> Action:
+def _find(
+    schedule: Schedule, action: Action, kinds: str, stage: int, piece: int | None
+) -> tuple[Action, tuple[int, int]]:
     for kind in kinds:
         candidate = _variant(action, kind, stage, piece)
-        if candidate in schedule.location:
-            return candidate
+        location = schedule.location.get(candidate)
+        if location is not None:
+            return candidate, location
     wanted = " or ".join(str(_variant(action, kind, stage, piece)) for kind in kinds)
-    row, at = schedule.location[action]
+    row, at = schedule.location[action.key]
     raise ValueError(
         f"Schedule {schedule.name!r}: {action} (row {row}, action {at}) needs {wanted}, which no row has. "
         f"Add {wanted} to the row of stage {stage}."
@@ -85,34 +89,31 @@ def topological_order(schedule: Schedule) -> tuple[Step, ...]:
     Raises:
         ValueError: no such order exists; the message says which row waits for what.
     """
-    done: dict[Action, int] = {}
+    numbers: list[list[int]] = [[] for _ in schedule.actions]  # of each row's actions that are done, in row order
     steps: list[Step] = []
-    heads = [0] * schedule.num_ranks
     progress = True
     while progress:
         progress = False
         for row, line in enumerate(schedule.actions):
-            while heads[row] < len(line):
-                action = line[heads[row]]
-                indices = [done.get(need) for need in needs(schedule, action)]
-                if None in indices:
+            for action in line[len(numbers[row]) :]:
+                places = [place for _, place in located_needs(schedule, action)]
+                if not all(at < len(numbers[source]) for source, at in places):
                     break
-                done[action.key] = len(steps)
-                steps.append(Step(action, row, tuple(cast("list[int]", indices))))
-                heads[row] += 1
+                numbers[row].append(len(steps))
+                steps.append(Step(action, row, tuple(numbers[source][at] for source, at in places)))
                 progress = True
     if len(steps) < sum(map(len, schedule.actions)):
-        raise ValueError(_circle(schedule, heads, done))
+        raise ValueError(_circle(schedule, [len(done) for done in numbers]))
     return tuple(steps)
 
 
-def _circle(schedule: Schedule, heads: list[int], done: dict[Action, int]) -> str:
+def _circle(schedule: Schedule, heads: list[int]) -> str:
     waits = []
     for row, line in enumerate(schedule.actions):
         if heads[row] < len(line):
             action = line[heads[row]]
-            missing = [need for need in needs(schedule, action) if need not in done]
-            where = ", ".join(f"{need} (row {schedule.location[need][0]})" for need in missing)
+            missing = [(need, row) for need, (row, at) in located_needs(schedule, action) if at >= heads[row]]
+            where = ", ".join(f"{need} (row {row})" for need, row in missing)
             waits.append(f"row {row} at {action} (action {heads[row]}) waits for {where}")
     return (
         f"Schedule {schedule.name!r} has actions before what they need: {'; '.join(waits)}. "
