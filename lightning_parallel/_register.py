@@ -25,7 +25,9 @@ def register_with_lightning() -> None:
 
 
 def _register() -> None:
-    if importlib.util.find_spec("lightning_parallel.strategies.registry") is not None:
+    # Where our strategies are what imports Lightning, they register themselves when they are done.
+    ours = sys.modules.get("lightning_parallel.strategies")
+    if ours is None or not _is_loading(ours):
         importlib.import_module("lightning_parallel.strategies.registry")
 
 
