@@ -25,8 +25,8 @@ class StrategyName(str):
 
 
 def strategy_classes() -> dict[str, type]:
-    """Our strategies by short name."""
-    return _classes(strategies)
+    """Our strategies by short name, without the abstract ones."""
+    return {name: kind for name, kind in _classes(strategies).items() if not inspect.isabstract(kind)}
 
 
 def strategy_strings() -> list[str]:

@@ -108,7 +108,7 @@ def test_wrong_type_of_an_argument(capsys, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("trainer:\n  strategy: {class_path: PipelineStrategy, init_args: {num_microbatches: few}}\n")
     text = answer(capsys, "--config", str(config))
-    assert "Got value: few" in text
+    assert "Given value: few" in text
     assert "num_microbatches is an argument of PipelineStrategy." in text
 
 
