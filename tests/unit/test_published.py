@@ -55,7 +55,7 @@ def test_zero_bubble_table_5_from_table_9(row):
 
 @EVERY_D
 def test_gpipe_and_1f1b_formulas(d):
-    """The bubbles of formulas.csv; bubble time, fraction and stashed micro-batches of megatron2021_bubble_formulas.csv."""
+    """The bubbles of formulas.csv; bubble time, fraction and stashed micro-batches of the Megatron paper."""
     papers, megatron = table("formulas.csv"), table("megatron2021_bubble_formulas.csv")
     pipelined = formula(papers, "quantity", "bubble with pipelining, N inputs")
     bubble_time = formula(megatron, "schedule_or_quantity", "GPipe / 1F1B bubble time")
