@@ -143,4 +143,6 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float |
 
 
 def _is_row_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and all(isinstance(x, _PLAIN) for x in value)
+    return (
+        isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and all(isinstance(x, _PLAIN) for x in value)
+    )

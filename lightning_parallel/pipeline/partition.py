@@ -83,7 +83,9 @@ def lay_out(
             stage = overrides.pop(name) % num_stages
         units.append(Unit(name, stage, block))
     if overrides:
-        raise ValueError(f"stages= names {sorted(overrides)}, which are not units. The units: {[u.name for u in units]}.")
+        raise ValueError(
+            f"stages= names {sorted(overrides)}, which are not units. The units: {[u.name for u in units]}."
+        )
     return Layout(tuple(units), tuple(bounds))
 
 
@@ -118,7 +120,9 @@ def _named_blocks(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     unknown = [name for name in names if name not in known]
     if unknown:
         containers = [n for n, m in known.items() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-        raise ValueError(f"blocks= names {unknown}, which {type(model).__name__} does not have. Its containers: {containers}.")
+        raise ValueError(
+            f"blocks= names {unknown}, which {type(model).__name__} does not have. Its containers: {containers}."
+        )
     if len(names) == 1 and isinstance(known[names[0]], (nn.ModuleList, nn.Sequential)):
         return [f"{names[0]}.{child}" if names[0] else child for child, _ in known[names[0]].named_children()]
     return names
@@ -171,7 +175,9 @@ def _flops(model: nn.Module, names: Sequence[str]) -> dict[str, float]:
         )
     shadow = copy.deepcopy(model).to("meta")
     inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+    args, kwargs = (
+        ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+    )
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         shadow(*args, **kwargs)
     counts = {module.split(".", 1)[-1]: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
@@ -210,7 +216,11 @@ def min_max_cut(costs: Sequence[float], num_parts: int) -> list[int]:
     for part in range(1, num_parts + 1):
         for end in range(part, n + 1):
             best[part][end] = min(
-                (max(best[part - 1][start][0], cost := total[end] - total[start]), best[part - 1][start][1] + cost * cost, start)
+                (
+                    max(best[part - 1][start][0], cost := total[end] - total[start]),
+                    best[part - 1][start][1] + cost * cost,
+                    start,
+                )
                 for start in range(part - 1, end)
             )
     bounds = [n]

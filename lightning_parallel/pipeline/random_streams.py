@@ -8,8 +8,9 @@ LayerDrop then agree on all stages, and on any number of stages. Outside a step 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -29,6 +30,17 @@ def mix(*numbers: int) -> int:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         x ^= x >> 31
     return x & _MASK
+
+
+def share_generators(broadcast: Callable[[Any], Any]) -> None:
+    """Set the host's generators (torch, Python, numpy) as they are on the rank that broadcasts.
+
+    Shuffling loaders then deal the same rows to all ranks, and the rows that one process would see.
+    """
+    state, python, np = broadcast((torch.get_rng_state(), random.getstate(), numpy.random.get_state()))
+    torch.set_rng_state(state)
+    random.setstate(python)
+    numpy.random.set_state(np)
 
 
 class RandomStreams:

@@ -1,0 +1,119 @@
+"""One full checkpoint from the parts that ranks hold, in the keys and the numbering of one process, and back.
+
+The one idea: every rank knows the names of all parameters and the groups the user's `configure_optimizers` made of them. A
+rank's optimizer keeps only what the rank owns; its state is told by name, so that it fits any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.pipeline.parameters import ParameterTable
+from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+
+Gather = Callable[[Any], Sequence[Any] | None]
+
+
+class PrunedOptimizer:
+    """An optimizer whose groups were reduced to this rank's parameters, and the numbering they had before."""
+
+    def __init__(self, optimizer: Optimizer, table: ParameterTable) -> None:
+        name_of = {id(table.model.get_parameter(entry.name)): entry.name for entry in table.entries}
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in name_of]
+        if unknown:
+            raise ValueError(
+                f"configure_optimizers gave {type(optimizer).__name__} {len(unknown)} parameters that the LightningModule does not"
+                " register. Assign their module to an attribute of the LightningModule."
+            )
+        self.optimizer, self.table = optimizer, table
+        self.groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.number = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if not isinstance(p, ForeignParameter)]
+
+    def full_state(self, gather: Gather) -> dict[str, Any]:
+        """The state dict that the optimizer would have in one process; empty off the gathering rank."""
+        own = {
+            self.number[entry.name]: _to_host(self.optimizer.state[parameter])
+            for entry, parameter in self.table.own()
+            if entry.is_counted_on(self.table.stage) and entry.name in self.number and self.optimizer.state.get(parameter)
+        }
+        parts = gather(own)
+        if parts is None:
+            return {}
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, names in zip(groups, self.groups, strict=True):
+            group["params"] = [self.number[name] for name in names]
+        return {"state": {i: state for part in parts for i, state in sorted(part.items())}, "param_groups": groups}
+
+    def load_full_state(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a one-process state dict.
+
+        Raises:
+            ValueError: its groups have other sizes than this optimizer's.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != [len(names) for names in self.groups]:
+            raise ValueError(
+                f"The checkpoint's {type(self.optimizer).__name__} has parameter groups of sizes {sizes}, this run's has"
+                f" {[len(names) for names in self.groups]}. Resume with the optimizer that saved it."
+            )
+        local: dict[int, Any] = {}
+        groups, count = [], 0
+        for group, names in zip(state["param_groups"], self.groups, strict=True):
+            own = [index for index, name in zip(group["params"], names, strict=True) if self.table.owns(name)]
+            local.update({count + i: state["state"][index] for i, index in enumerate(own) if index in state["state"]})
+            groups.append({**group, "params": list(range(count, count + len(own)))})
+            count += len(own)
+        self.optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+
+def full_state_dict(model: nn.Module, table: ParameterTable, gather: Gather) -> dict[str, Any]:
+    """The model's state dict as one process would have it, on the host; empty off the gathering rank.
+
+    Parameters come from the first stage that holds them, buffers of units from their stage, other buffers and extra state
+    from the gathering rank.
+    """
+    state = model.state_dict()
+    own = {name: _to_host(value) for name, value in state.items() if _is_mine(name, value, table)}
+    parts = gather(own)
+    if parts is None:
+        return {}
+    merged = {name: value for part in parts for name, value in part.items()}
+    rest = {name: _to_host(value) for name, value in state.items() if name not in merged and not isinstance(value, Phantom)}
+    return {name: merged.get(name, rest.get(name)) for name in state}
+
+
+def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool) -> None:
+    """Load this rank's part of a full state dict.
+
+    Raises:
+        RuntimeError: in strict mode, keys are missing or unexpected (the text of `nn.Module.load_state_dict`).
+    """
+    mine = model.state_dict()
+    foreign = {name for name, value in mine.items() if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Phantom))}
+    missing, unexpected = [k for k in mine if k not in state], [k for k in state if k not in mine]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(model).__name__}: missing key(s) {missing}, unexpected key(s) {unexpected}."
+        )
+    model.load_state_dict({name: value for name, value in state.items() if name in mine and name not in foreign}, strict=False)
+
+
+def _is_mine(name: str, value: Any, table: ParameterTable) -> bool:
+    if name in table.by_name:
+        return table.by_name[name].is_counted_on(table.stage)
+    unit = next((unit for unit in table.layout.units if name.startswith(f"{unit.name}.")), None)
+    return unit is not None and unit.stage == table.stage
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _to_host(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,60 @@
+"""The named mesh of a run: which global ranks form which axis, and one process-wide store to build groups on.
+
+The one idea: every strategy names its axes ("pipeline", later "data", "tensor") and asks for groups by axis, so that
+composing axes changes sizes and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_stores: dict[tuple[str, int], Any] = {}
+_runs: dict[tuple[str, int], int] = {}
+
+
+def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh over all ranks with the given axes, outermost first.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes.
+    """
+    world = dist.get_world_size()
+    if math.prod(axes.values()) != world or min(axes.values()) < 1:
+        sizes = " x ".join(f"{name} {size}" for name, size in axes.items())
+        raise ValueError(
+            f"The mesh {sizes} has {math.prod(axes.values())} ranks, but {world} processes were started. Make the sizes"
+            " multiply to Trainer(devices=..., num_nodes=...)."
+        )
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def connect(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    """Open the default process group: gloo for host tensors, NCCL beside it on CUDA.
+
+    The store behind it lives as long as the process and every run gets its own prefix in it, so that `fit` and then
+    `validate` in one process never race for a port.
+    """
+    address = (host, port)
+    if address not in _stores:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)))
+        _stores[address] = store
+    _runs[address] = _runs.get(address, 0) + 1
+    store = dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
+
+
+def disconnect() -> None:
+    """Close every process group of this process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,219 @@
+"""A pipeline put together on one rank: the cut model, its parameters, its channels, its engine.
+
+The one idea: this is the only place that knows both which rank holds which stage and how ranks talk; the parts below know
+one of the two, the strategy above asks in terms of stages. No Lightning here: the machinery can be run without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.boundary import Arrival, Departure
+from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
+from lightning_parallel.pipeline.clock import make_clock
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.parameters import Entry, ParameterTable
+from lightning_parallel.pipeline.partition import Partition, lay_out
+from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.stage import Cut
+
+
+class Pipeline:
+    """One rank's part of a model that runs as a pipeline.
+
+    Args:
+        model: the whole model, real or built under `without_memory`; this rank's part of it stays, the rest is freed.
+        ranks: the global rank of each stage; all of the default group's ranks.
+        device: where this rank computes.
+        blocks, partition, stages: see `lay_out`.
+        dynamic_shapes, receive_ahead: see `Departure` and `Engine`.
+        fail: turns an exception inside an action into the one to raise.
+        waiting: a context entered while this process is blocked in a receive.
+
+    Raises:
+        ValueError: the model cannot be cut so, or was cut otherwise before.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Sequence[int], device: torch.device, *, blocks: str | Sequence[str] = "auto",
+        partition: Partition = "parameters", stages: Mapping[str, int] | None = None, dynamic_shapes: bool = False,
+        receive_ahead: int = 1, fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
+        waiting: Waiting = nobody_waits,
+    ) -> None:  # fmt: skip
+        self.model, self.ranks, self.device = model, tuple(ranks), device
+        self.rank = dist.get_rank()
+        self.stage = self.ranks.index(self.rank)
+        layout = lay_out(model, len(self.ranks), blocks, partition, stages)
+        self.table = ParameterTable(model, layout, self.stage)
+        self._refuse_other_cut()
+        seed = self._agree_on_seed()
+        self.table.drop_foreign(device)
+        self.table.materialize(device, seed)
+        self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
+        self._all = [model.get_parameter(entry.name) for entry in self.table.entries]
+        self.to_device(device)
+        self._groups = self._open_groups()
+        self._equalize_shared()
+        self.streams = RandomStreams(seed, device)
+        self.cut = Cut(model, layout, device, self.streams)
+        self.clock = make_clock(device)
+        arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
+        self.engine = Engine(self.cut, self.stage, arrival, departure, self.clock, fail, receive_ahead)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    def to_device(self, device: torch.device) -> None:
+        """Move this rank's parameters (and their gradients) and buffers."""
+        for _, parameter in self.own:
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(device)
+
+    def close(self) -> None:
+        """Give the modules their classes back."""
+        self.cut.release()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def signatures(self, kind: str, parts: Sequence[Any]) -> list[Hashable]:
+        """What decides the shapes in a step, for each micro-batch; equal on all ranks."""
+        trainable = sum(1 << i for i, parameter in enumerate(self._all) if parameter.requires_grad)
+        mode = (kind, self.model.training, torch.is_grad_enabled(), trainable)
+        return [(*mode, microbatch.signature(part)) for part in parts]
+
+    def check_same_batch(self, kind: str, batch: Any) -> None:
+        """Do all ranks of this model copy hold the same rows? For the first batch of an epoch.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self.num_stages == 1:
+            return
+        digests = self.all_gather(_digest(batch))
+        if len(set(digests)) > 1:
+            others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            raise ValueError(
+                f"The ranks of one model copy got different {kind} batches (rank {', '.join(map(str, others))} unlike rank 0). All"
+                " stages of a pipeline need the same rows: seed shuffling and augmentation alike (seed_everything(seed,"
+                " workers=True)), and use no DistributedSampler of your own."
+            )
+
+    # -- collectives over the stages -----------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every stage the loss stage's tensor, in place."""
+        if self.num_stages > 1:
+            dist.broadcast(tensor, self.ranks[-1])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all stages, in place."""
+        if self.num_stages > 1:
+            dist.all_reduce(tensor)
+
+    def all_reduce_over(self, tensor: Tensor, stages: Sequence[int]) -> None:
+        """Sum over the stages that share a parameter, in place."""
+        dist.all_reduce(tensor, group=self._groups[tuple(stages)])
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's object, in the order of global ranks, over the host."""
+        if self.num_stages == 1:
+            return [value]
+        box: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(box, value)
+        return box
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every stage's object in the order of stages on the loss stage's rank, None elsewhere; over the host."""
+        if self.num_stages == 1:
+            return [value]
+        box: list[Any] | None = [None] * self.num_stages if self.rank == self.ranks[-1] else None
+        dist.gather_object(value, box, dst=self.ranks[-1])
+        return None if box is None else [box[rank] for rank in self.ranks]
+
+    # -- putting it together -------------------------------------------------------------------------------------------
+
+    def _refuse_other_cut(self) -> None:
+        gone = [entry.name for entry, parameter in self.table.own() if isinstance(parameter, ForeignParameter)]
+        if gone:
+            raise ValueError(
+                f"This process gave `{gone[0]}` and {len(gone) - 1} other parameters of stage {self.stage} away when the module was"
+                " cut before, for another number of stages or another partition. Build the module anew and load a checkpoint."
+            )
+
+    def _agree_on_seed(self) -> int:
+        seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
+        self.broadcast(seed)
+        return int(seed)
+
+    def _open_groups(self) -> dict[tuple[int, ...], Any]:
+        """A group for each set of stages that shares a parameter; all ranks open all of them in one order."""
+        return {
+            stages: dist.new_group([self.ranks[s] for s in stages])
+            for stages in sorted({entry.stages for entry in self.table.shared()})
+        }
+
+    def _equalize_shared(self) -> None:
+        """Copies of a shared parameter begin equal, even where processes were not seeded."""
+        for entry, parameter in self.own:
+            if len(entry.stages) > 1:
+                dist.broadcast(parameter.data, self.ranks[entry.stages[0]], group=self._groups[entry.stages])
+
+    def _open_boundaries(self, dynamic_shapes: bool, waiting: Waiting) -> tuple[Arrival | None, Departure | None]:
+        arrival, departure = None, None
+        for stage in range(self.num_stages - 1):
+            here, there = self.ranks[stage], self.ranks[stage + 1]
+            forward = self._open_channel(here, there, 2 * stage, waiting)
+            backward = self._open_channel(there, here, 2 * stage + 1, waiting)
+            if stage == self.stage:
+                departure = Departure(stage, forward, backward, dynamic_shapes)
+            if stage + 1 == self.stage:
+                arrival = Arrival(stage + 1, forward, backward, dynamic_shapes)
+        return arrival, departure
+
+    def _open_channel(self, source: int, target: int, tag: int, waiting: Waiting) -> Channel:
+        group = dist.new_group([source, target]) if self.device.type == "cuda" else None
+        channel = Channel(source, target, tag, self.device, None, group, waiting)
+        channel.warm_up(self.rank)
+        return channel
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Parameters registered inside get no memory (they land on the meta device); buffers stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in microbatch.leaves(batch):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digest.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+    return digest.hexdigest()

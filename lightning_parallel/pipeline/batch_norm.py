@@ -1,0 +1,84 @@
+"""BatchNorm under micro-batches: normalise each by its own statistics, update the running ones once a batch.
+
+The one idea (deferred batch normalisation): in a training step the micro-batches' sums are gathered beside the forward, and
+at its end the running statistics take one step with the mean and variance of the whole batch, as one process would.
+Source: Kim et al., torchgpipe, arXiv 2004.09910, section 3.3 (deferred batch normalization).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Sums:
+    """Count, sum and sum of squares of what one BatchNorm saw in a step, per channel, in float64."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, x: Tensor) -> None:
+        x = x.detach().double()
+        dims = [d for d in range(x.dim()) if d != 1]
+        self.count += x.numel() // x.shape[1]
+        self.total = self.total.to(x.device) + x.sum(dims)
+        self.squares = self.squares.to(x.device) + x.pow(2).sum(dims)
+
+    def update(self, module: Any) -> None:
+        """One step of the running statistics, as `F.batch_norm` takes it for the whole batch."""
+        module.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+        mean = self.total / self.count
+        variance = (self.squares / self.count - mean.pow(2)).clamp_min(0) * (self.count / max(1, self.count - 1))
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+        module.running_var.lerp_(variance.to(module.running_var.dtype), momentum)
+
+
+class DeferredBatchNorm:
+    """The BatchNorms of a model with their running statistics deferred to the end of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
+        ]
+
+    @contextmanager
+    def step(self, num_microbatches: int) -> Iterator[None]:
+        """One training step; with a single micro-batch the modules are left to themselves."""
+        tracking = [
+            m for m in self._modules
+            if m.training and m.track_running_stats and m.running_mean is not None and not m.running_mean.is_meta
+        ]  # fmt: skip
+        if num_microbatches == 1 or not tracking:
+            yield
+            return
+        sums = {m: _Sums() for m in tracking}
+        hooks = [m.register_forward_pre_hook(_gather(sums[m])) for m in tracking]
+        for module in tracking:
+            module.track_running_stats = False
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in tracking:
+                module.track_running_stats = True
+        with torch.no_grad():
+            for module in tracking:
+                if sums[module].count:
+                    sums[module].update(module)
+
+
+def _gather(sums: _Sums) -> Any:
+    """A pre-hook that skips Phantoms and the recomputation of activation checkpointing (which runs inside a backward)."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch._C._current_autograd_node() is None:
+            sums.add(args[0])
+
+    return hook

@@ -1,0 +1,173 @@
+"""What crosses from one stage to the next, agreed once per input signature.
+
+The one idea: the first time a signature is seen, the earlier stage sends a header (what its units return, and every tensor
+among the arguments of the next stage's first block) with all of those tensors; the later stage answers which of them it
+could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients come back
+for those that carry one. `dynamic_shapes=True` agrees anew every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.pipeline.channel import Channel, Receipt
+from lightning_parallel.pipeline.phantom import PhantomError, TensorMeta, describe
+from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
+
+
+@dataclass
+class Contract:
+    """What was agreed for one signature.
+
+    Attributes:
+        values: {position among the arguments: (meta, carries a gradient)} of every tensor the earlier stage holds.
+        units: what the units up to the boundary return.
+        needed: positions that travel, None until the later stage has answered.
+    """
+
+    values: dict[int, tuple[TensorMeta, bool]]
+    units: UnitOutputs
+    needed: tuple[int, ...] | None = None
+
+    def travelling(self) -> tuple[int, ...]:
+        return tuple(self.values) if self.needed is None else self.needed
+
+    def metas(self, positions: Sequence[int]) -> list[TensorMeta]:
+        return [self.values[position][0] for position in positions]
+
+    def with_gradient(self) -> tuple[int, ...]:
+        assert self.needed is not None
+        return tuple(position for position in self.needed if self.values[position][1])
+
+
+class Departure:
+    """The earlier stage's side of a boundary: values go forward, gradients come back."""
+
+    def __init__(self, stage: int, forward: Channel, backward: Channel, dynamic_shapes: bool = False) -> None:
+        self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
+        self._contracts: dict[Hashable, Contract] = {}
+
+    def knows(self, signature: Hashable) -> bool:
+        return signature in self._contracts
+
+    def send(self, run: StageRun, signature: Hashable) -> Contract:
+        """Send what the next stage needs of a run that was cut there; returns what was agreed."""
+        assert run.outputs is not None
+        contract = self._contracts.get(signature)
+        if contract is None:
+            tensors = {i: leaf for i, leaf in enumerate(run.outputs) if isinstance(leaf, Tensor)}
+            units = {**run.known, **(run.record or {})}
+            contract = Contract({i: (describe(t), t.requires_grad) for i, t in tensors.items()}, units)
+            self._send_header(contract)
+            if not self.dynamic_shapes:
+                self._contracts[signature] = contract
+        else:
+            self.await_answer(contract)
+            self._check(run, contract)
+        self.forward.send([run.outputs[position] for position in contract.travelling()])
+        return contract
+
+    def await_answer(self, contract: Contract) -> None:
+        """Learn which values the next stage needs, if it has not been learnt yet."""
+        if contract.needed is None:
+            contract.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
+
+    def post_gradients(self, contract: Contract, what: str) -> Receipt:
+        """Start receiving the gradients of the values that carry one."""
+        return self.backward.post(contract.metas(contract.with_gradient()), what)
+
+    def _send_header(self, contract: Contract) -> None:
+        try:
+            self.forward.send_object((contract.values, contract.units))
+        except Exception as error:
+            raise PhantomError(
+                f"What the modules of stage {self.stage} return cannot be described to stage {self.stage + 1}: {error}. Return"
+                " tensors, numbers, strings, None and tuples, lists or dicts of them."
+            ) from error
+
+    def _check(self, run: StageRun, contract: Contract) -> None:
+        assert run.outputs is not None
+        for position in contract.travelling():
+            agreed, leaf = contract.values[position][0], run.outputs[position]
+            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != agreed.shape or leaf.dtype != agreed.dtype:
+                now = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(
+                    f"Stage {self.stage} sends {now} where it sent {agreed.dtype} {agreed.shape} before for a batch of the same"
+                    " shapes. Set PipelineStrategy(dynamic_shapes=True) to agree on every transfer anew."
+                )
+
+
+class Arrival:
+    """The later stage's side of a boundary."""
+
+    def __init__(self, stage: int, forward: Channel, backward: Channel, dynamic_shapes: bool = False) -> None:
+        self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
+        self._contracts: dict[Hashable, Contract] = {}
+
+    def knows(self, signature: Hashable) -> bool:
+        return signature in self._contracts
+
+    def post(self, signature: Hashable, what: str) -> tuple[Contract, Receipt]:
+        """Start receiving the values for a run; the first time, wait for the header."""
+        contract = self._contracts.get(signature)
+        if contract is None:
+            values, units = self.forward.receive_object(f"{what} (header)")
+            contract = Contract(values, units)
+            if not self.dynamic_shapes:
+                self._contracts[signature] = contract
+        return contract, self.forward.post(contract.metas(contract.travelling()), what)
+
+    def answer(self, run: StageRun, contract: Contract) -> None:
+        """After the first run of a signature, tell the earlier stage which values were needed."""
+        if contract.needed is None:
+            assert run.needed is not None
+            contract.needed = run.needed
+            self.backward.send_object(run.needed)
+
+
+@dataclass
+class Inbox:
+    """Received values as a step may use them, and the gradients it left."""
+
+    values: dict[int, Tensor]
+    gradients: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def of(cls, received: Mapping[int, Tensor], contract: Contract, grad: bool) -> Inbox:
+        """Values that carry a gradient become outputs of one autograd node, so that a block may even write into them."""
+        inbox = cls(dict(received))
+        positions = [p for p in received if contract.values[p][1]] if grad else []
+        if positions:
+            anchor = torch.empty(0, requires_grad=True)
+            inbox.values.update(zip(positions, _Receive.apply(anchor, inbox, positions), strict=True))
+        return inbox
+
+    def take_gradients(self, contract: Contract) -> list[Tensor]:
+        """Gradients of the values that carry one, zeros where the step did not use a value."""
+        positions = contract.with_gradient()
+        if self.gradients is None:
+            return [torch.zeros_like(self.values[position], requires_grad=False) for position in positions]
+        of = dict(zip((p for p in self.values if contract.values[p][1]), self.gradients, strict=True))
+        return [of[position] for position in positions]
+
+
+class _Receive(torch.autograd.Function):
+    """Gives received tensors a place in the graph; its backward keeps their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inbox: Inbox, positions: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.inbox = inbox
+        return tuple(inbox.values[position] for position in positions)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.inbox.gradients = gradients
+        return None, None, None
+
+
+__all__ = ["Arrival", "Contract", "Departure", "Inbox"]

@@ -1,0 +1,129 @@
+"""Point-to-point transfer between the ranks of a pipeline.
+
+The one idea: a `Channel` is one direction between two stages. Its tensors travel as raw bytes in the order they were sent
+(any dtype, any layout arrives as it was), on a communicator of its own where the device has streams, so that a send never
+waits behind a receive. Small objects (headers, once per input signature) travel beside them over the host's group.
+Nothing here copies a tensor to the host.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.pipeline.phantom import TensorMeta
+
+Waiting = Callable[[str], AbstractContextManager[Any]]
+
+
+def nobody_waits(what: str) -> AbstractContextManager[Any]:
+    """The context of a receive that nobody watches."""
+    return nullcontext()
+
+
+@dataclass
+class Receipt:
+    """Receives that were posted early; `wait` gives the tensors."""
+
+    tensors: list[Tensor]
+    works: list[Any]
+    what: str
+    waiting: Waiting
+
+    def wait(self) -> list[Tensor]:
+        """The received tensors, contiguous. On CUDA the current stream waits, not the host."""
+        if self.works:
+            with self.waiting(self.what):
+                for work in self.works:
+                    work.wait()
+        return self.tensors
+
+
+class Channel:
+    """Transfers from one global rank to another.
+
+    Args:
+        source: global rank that sends.
+        target: global rank that receives.
+        tag: a number that no other channel between the two has; 2 * tag and 2 * tag + 1 are used.
+        device: where received tensors live.
+        host_group: a gloo group over (at least) both ranks.
+        device_group: a group of the two ranks alone whose communicator carries tensors; None sends them over host_group.
+        waiting: a context entered while this process is blocked in a receive.
+    """
+
+    def __init__(
+        self, source: int, target: int, tag: int, device: torch.device, host_group: Any = None, device_group: Any = None,
+        waiting: Waiting = nobody_waits,
+    ) -> None:  # fmt: skip
+        self.source, self.target, self.device, self.waiting = source, target, device, waiting
+        self._object_tag, self._tensor_tag = 2 * tag, 2 * tag + 1
+        self._host_group, self._device_group = host_group, device_group
+        self._sending: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Start sending; returns at once. The bytes are kept until they have left."""
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        for tensor in tensors:
+            payload = _to_bytes(tensor)
+            if payload.numel():
+                self._sending.append((self._isend(payload), payload))
+
+    def post(self, metas: Sequence[TensorMeta], what: str) -> Receipt:
+        """Start receiving tensors of the given metas; `what` says in an error which value is waited for."""
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in metas]
+        works = [self._irecv(_to_bytes(tensor)) for tensor in tensors if tensor.numel()]
+        return Receipt(tensors, works, what, self.waiting)
+
+    def send_object(self, value: Any) -> None:
+        """Send a small picklable object over the host's group."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for tensor in (torch.tensor([payload.numel()]), payload):
+            work = dist.isend(tensor, self.target, group=self._host_group, tag=self._object_tag)
+            self._sending.append((work, tensor))
+
+    def receive_object(self, what: str) -> Any:
+        """Wait for an object."""
+        size = torch.empty(1, dtype=torch.int64)
+        with self.waiting(what):
+            dist.recv(size, self.source, group=self._host_group, tag=self._object_tag)
+            payload = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(payload, self.source, group=self._host_group, tag=self._object_tag)
+        return pickle.loads(payload.numpy().tobytes())
+
+    def flush(self) -> None:
+        """Wait until everything sent has left (on CUDA: let the current stream wait)."""
+        for work, _ in self._sending:
+            with self.waiting(f"rank {self.target} to take what was sent"):
+                work.wait()
+        self._sending.clear()
+
+    def warm_up(self, rank: int) -> None:
+        """Open the connection with one byte; both ends call it, channels in one order on all ranks."""
+        if rank == self.source:
+            self.send([torch.zeros(1, device=self.device)])
+            self.flush()
+        elif rank == self.target:
+            self.post([TensorMeta((1,), (1,), torch.float32)], "the first byte").wait()
+
+    def _isend(self, payload: Tensor) -> Any:
+        if self._device_group is not None:
+            return dist.isend(payload, self.target, group=self._device_group)
+        return dist.isend(payload, self.target, group=self._host_group, tag=self._tensor_tag)
+
+    def _irecv(self, buffer: Tensor) -> Any:
+        if self._device_group is not None:
+            return dist.irecv(buffer, self.source, group=self._device_group)
+        return dist.irecv(buffer, self.source, group=self._host_group, tag=self._tensor_tag)
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor; of a contiguous one, a view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

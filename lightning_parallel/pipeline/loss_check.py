@@ -1,0 +1,127 @@
+"""Is the weighted mean over micro-batches the loss of the whole batch? Asked once, on the loss stage.
+
+The one idea: the loss stage still has what the earlier stages sent for each micro-batch. Joined, they are what they would
+have sent for the whole batch, so the step can be evaluated both ways (no gradients, modules in evaluation mode) and the two
+losses compared. A token mean with ignored labels, a sum, a contrastive loss differ, and would train silently wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_parallel.pipeline.phantom import TensorMeta
+from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
+
+_INTERNAL = frozenset(vars(nn.Module()))
+Received = tuple[Mapping[int, Tensor], UnitOutputs]  # values by position, and what the units before return
+
+
+def check_loss(
+    cut: Cut, steps: Sequence[Callable[[], Any]], whole: Callable[[], Any], received: Sequence[Received],
+    sizes: Sequence[int], weights: Sequence[float | Tensor], loss_of: Callable[[Any], Tensor],
+) -> None:  # fmt: skip
+    """Compare the weighted micro-batch losses with the loss of the joined batch.
+
+    Args:
+        cut: the model.
+        steps: the user's step on each micro-batch.
+        whole: the user's step on the whole batch.
+        received: what this stage received for each micro-batch.
+        sizes: rows of each micro-batch.
+        weights: weight of each micro-batch, summing to 1.
+        loss_of: the loss in what a step returns.
+
+    Raises:
+        ValueError: they differ beyond rounding.
+    """
+    stage = cut.layout.num_stages - 1
+
+    def loss(step: Callable[[], Any], inputs: Received, key: int) -> Tensor:
+        run = StageRun(cut, stage, 0, key, {i: t.clone() for i, t in inputs[0].items()}, inputs[1], learn=False)
+        cut.streams.begin(0, key)
+        return loss_of(run.forward(step)).detach().double()
+
+    with torch.no_grad(), _untouched(cut.model):
+        parts = [loss(step, inputs, 1) for step, inputs in zip(steps, received, strict=True)]
+        if not torch.equal(parts[0], loss(steps[0], received[0], 2)):
+            return _could_not("the step draws random numbers outside its modules")
+        try:
+            joined = loss(whole, _join(received, sizes), 1)
+        except Exception as error:  # the joined batch may be what the user's code cannot do: then there is nothing to compare
+            return _could_not(f"the step fails on the joined batch: {type(error).__name__}: {error}")
+    mean = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    if bool((mean - joined).abs() > _tolerance(cut, received) * joined.abs().clamp_min(1e-3)):
+        raise ValueError(
+            f"The loss of the whole batch is {float(joined):.6g}, but its {len(sizes)} micro-batches of {list(sizes)} rows, weighted"
+            f" by rows, give {float(mean):.6g}. The loss is not a mean over rows. Give"
+            " PipelineStrategy(loss_weight=lambda batch: number_of_terms_in_the_mean), for instance the number of labels that are"
+            " not ignored, or use num_microbatches=1. check_loss=False skips this comparison."
+        )
+
+
+def _tolerance(cut: Cut, received: Sequence[Received]) -> float:
+    """Relative rounding of a loss, by the coarsest dtype in sight."""
+    dtypes = {tensor.dtype for inputs, _ in received for tensor in inputs.values()}
+    dtypes |= {meta.dtype for _, units in received for meta in tree_flatten(units)[0] if isinstance(meta, TensorMeta)}
+    dtypes |= {parameter.dtype for parameter in cut.model.parameters()}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        return 2e-2
+    return 2e-5 if cut.device.type == "cpu" else 1e-3
+
+
+def _join(received: Sequence[Received], sizes: Sequence[int]) -> Received:
+    """The values and unit outputs of the whole batch, for values whose first dimension is rows."""
+    rows, first = sum(sizes), received[0]
+
+    def whole(meta: Any) -> Any:
+        if isinstance(meta, TensorMeta) and meta.shape and meta.shape[0] == sizes[0]:
+            return replace(meta, shape=(rows, *meta.shape[1:]))
+        return meta
+
+    values = {}
+    for position, tensor in first[0].items():
+        column = [inputs[0][position] for inputs in received]
+        by_rows = tensor.dim() > 0 and all(t.shape[0] == size for t, size in zip(column, sizes, strict=True))
+        values[position] = torch.cat(column) if by_rows else tensor
+    return values, {name: tree_map(whole, output) for name, output in first[1].items()}
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards modes, buffers and the model's own lists, dicts and numbers are as before."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not buffer.is_meta}
+    plain = [(m, {k: _shallow(v) for k, v in vars(m).items() if k not in _INTERNAL}) for m in modes]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+        for module, attributes in plain:
+            module.__dict__.update(attributes)
+
+
+def _shallow(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def _could_not(reason: str) -> None:
+    warnings.warn(
+        f"Could not compare the micro-batches' loss with the whole batch's ({reason}). Micro-batches are weighted by rows:"
+        " make sure that the loss is a mean over rows, or give PipelineStrategy(loss_weight=...).",
+        stacklevel=2,
+    )

@@ -1,0 +1,182 @@
+"""Which rank owns which parameter, and what the copies of shared ones do together.
+
+The one idea: a parameter belongs to the stages whose units hold it. One that several stages hold (tied weights, a bare
+parameter of a container) is kept on each of them; its gradients are summed over them, so that equal copies stay equal, and
+it counts once in norms. All others are replaced on this rank by `ForeignParameter`s: names, shapes and groups, no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.partition import Layout
+from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.random_streams import mix
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of the whole model: its first name, all its names, and the stages that hold it."""
+
+    name: str
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+    def is_counted_on(self, stage: int) -> bool:
+        """Whether this stage's copy is the one that counts in norms and checkpoints."""
+        return stage == self.stages[0]
+
+
+class ParameterTable:
+    """All parameters of a model in the order of `model.parameters()`, seen from one stage.
+
+    Args:
+        model: the model before anything was taken away, real or on the meta device.
+        layout: what belongs where.
+        stage: the stage this rank runs.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, stage: int) -> None:
+        self.model, self.layout, self.stage = model, layout, stage
+        stage_of_unit = {unit.name: unit.stage for unit in layout.units}
+        every = tuple(range(layout.num_stages))
+        names: dict[int, list[str]] = {}
+        stages: dict[int, set[int]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            unit = next((u for u in _prefixes(name) if u in stage_of_unit), None)
+            names.setdefault(id(parameter), []).append(name)
+            stages.setdefault(id(parameter), set()).update(every if unit is None else (stage_of_unit[unit],))
+        self.entries = tuple(
+            Entry(found[0], tuple(found), tuple(sorted(stages[key]))) for key, found in names.items()
+        )  # fmt: skip
+        self.by_name = {name: entry for entry in self.entries for name in entry.names}
+
+    def owns(self, name: str) -> bool:
+        return self.stage in self.by_name[name].stages
+
+    def own(self) -> Iterator[tuple[Entry, nn.Parameter]]:
+        """This stage's parameters, in the order of the whole model."""
+        for entry in self.entries:
+            if self.stage in entry.stages:
+                yield entry, self.model.get_parameter(entry.name)
+
+    def shared(self) -> list[Entry]:
+        """Parameters that several stages hold."""
+        return [entry for entry in self.entries if len(entry.stages) > 1]
+
+    def drop_foreign(self, device: torch.device) -> None:
+        """Replace every parameter and buffer of other stages' units by a stand-in without memory."""
+        for entry in self.entries:
+            if self.stage in entry.stages:
+                continue
+            like = self.model.get_parameter(entry.name)
+            stand_in = (
+                like if isinstance(like, ForeignParameter) else ForeignParameter(like, device, entry.name, entry.stages)
+            )
+            for name in entry.names:
+                module, leaf = _parent(self.model, name)
+                module._parameters[leaf] = stand_in
+        for unit in self.layout.units:
+            if unit.stage != self.stage:
+                for module in self.model.get_submodule(unit.name).modules():
+                    for leaf, buffer in module._buffers.items():
+                        if buffer is not None:
+                            module._buffers[leaf] = buffer.to("meta")
+
+    def materialize(self, device: torch.device, seed: int) -> None:
+        """Give this stage's meta parameters memory and initial values, module by module, whatever the layout.
+
+        Raises:
+            ValueError: a module holds meta parameters and nothing says how to initialise them.
+        """
+        memo: dict[int, Tensor] = {}
+        for index, (name, module) in enumerate(self.model.named_modules()):
+            own = [leaf for leaf, p in module._parameters.items() if p is not None and p.is_meta and not _is_foreign(p)]
+            if not own:
+                continue
+            for leaf in own:
+                parameter = module._parameters[leaf]
+                assert parameter is not None
+                if id(parameter) not in memo:
+                    memo[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
+                module._parameters[leaf] = memo[id(parameter)]  # type: ignore[assignment]
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(mix(seed, index))
+                self._initializer(name, module)()
+
+    def _initializer(self, name: str, module: nn.Module) -> Callable[[], object]:
+        if callable(getattr(module, "reset_parameters", None)):
+            return module.reset_parameters  # type: ignore[return-value]
+        for prefix in _prefixes(name):
+            owner = self.model.get_submodule(prefix)
+            if callable(getattr(owner, "_init_weights", None)):
+                return lambda: owner._init_weights(module)  # type: ignore[operator]
+        raise ValueError(
+            f"Module `{name}` ({type(module).__name__}) was built without memory in configure_model() and has no"
+            " reset_parameters() to give its own parameters their initial values. Define it, or build the module in __init__."
+        )
+
+
+def sum_shared_gradients(
+    table: ParameterTable, gradients: dict[str, Tensor | None], all_reduce: Callable[[Tensor, Sequence[int]], None]
+) -> None:
+    """Sum the gradients of parameters that several stages hold, so that every copy takes the same step.
+
+    Args:
+        table: the parameters.
+        gradients: this stage's gradients by first name; entries are replaced by the sums.
+        all_reduce: sums a tensor in place over the given stages.
+    """
+    for entry in table.shared():
+        if table.stage not in entry.stages:
+            continue
+        parameter = table.model.get_parameter(entry.name)
+        if not parameter.requires_grad:
+            continue
+        gradient = gradients.get(entry.name)
+        used = torch.tensor([0.0 if gradient is None else 1.0], device=parameter.device)
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+        flat = torch.cat([gradient.view(-1), used.to(gradient.dtype)])
+        all_reduce(flat, entry.stages)
+        gradients[entry.name] = flat[:-1].view_as(parameter)
+
+
+def total_norm(
+    gradients: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], None], norm_type: float = 2.0
+) -> Tensor:
+    """Norm of the gradients of the whole model; `gradients` are those that this stage counts.
+
+    Args:
+        gradients: tensors of this stage, each counted on exactly one stage.
+        device: where the norm is returned, float32 scalar.
+        all_reduce: sums a tensor in place over all stages.
+        norm_type: p of the p-norm, finite.
+    """
+    norms = torch._foreach_norm([g for g in gradients], norm_type) if (gradients := list(gradients)) else []
+    local = torch.zeros((), device=device)
+    if norms:
+        local = torch.stack([n.to(device, torch.float32) for n in norms]).pow(norm_type).sum()
+    all_reduce(local)
+    return local.pow(1.0 / norm_type)
+
+
+def _is_foreign(parameter: Tensor) -> bool:
+    return isinstance(parameter, ForeignParameter)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """`a.b.c` -> `a.b.c`, `a.b`, `a`, longest first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf

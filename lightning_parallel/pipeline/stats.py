@@ -1,0 +1,95 @@
+"""What a pipeline run tells its callbacks: the schedule, and when every action of a step ran on every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_parallel.measure.spans import Span, StepTrace
+from lightning_parallel.pipeline.clock import Clock
+from lightning_parallel.pipeline.engine import Marks
+from lightning_parallel.pipeline.schedule import Schedule
+
+Times = list[float]
+
+
+class PipelineStats:
+    """The measured side of a pipeline, for callbacks to read.
+
+    Attributes:
+        schedule: the schedule of a full batch.
+        row_ranks: the global rank of each row of the schedule.
+    """
+
+    def __init__(
+        self, schedule: Schedule, row: int, row_ranks: Sequence[int], clock: Clock, all_gather: Callable[[Any], list[Any]]
+    ) -> None:
+        self.schedule, self.row, self.row_ranks = schedule, row, tuple(row_ranks)
+        self._clock, self._all_gather = clock, all_gather
+        self._pending: deque[tuple[int, Marks]] = deque(maxlen=8)
+        self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=8)
+        self._cached: tuple[int, StepTrace | None] = (-1, None)
+        self._step = 0
+
+    def begin(self, schedule: Schedule) -> Marks:
+        """Marks for the next training step."""
+        self._step += 1
+        marks = Marks(schedule)
+        self._pending.append((self._step, marks))
+        return marks
+
+    def trace(self) -> StepTrace | None:
+        """The newest finished step before the current one, of all ranks; collective, the same on every rank.
+
+        Returns:
+            The trace, or None as long as no such step's clocks can be read without waiting for a device.
+        """
+        return self._trace(self._step - 1)
+
+    def last_trace(self) -> StepTrace | None:
+        """Like `trace`, but of the current step too if its clocks can be read: for the end of a run."""
+        return self._trace(self._step)
+
+    def _trace(self, newest: int) -> StepTrace | None:
+        if self._cached[0] != newest:
+            self._read()
+            mine = {step: (schedule.num_microbatches, times) for step, schedule, times in self._finished if step <= newest}
+            everyone = self._all_gather(mine)
+            common = set.intersection(*(set(entry) for entry in everyone))
+            self._cached = (newest, self._build(max(common), everyone) if common else None)
+        return self._cached[1]
+
+    def _read(self) -> None:
+        """Turn marks into seconds, oldest first, stopping at the first step that is still running on the device."""
+        while self._pending:
+            step, marks = self._pending[0]
+            if len(marks.moments) != 3 * len(marks.actions) or not marks.actions:
+                if step == self._step:
+                    return
+                self._pending.popleft()  # a step that failed
+                continue
+            times = self._clock.read(marks.moments)
+            if times is None:
+                return
+            self._pending.popleft()
+            self._finished.append((step, marks.schedule, times))
+
+    def _build(self, step: int, everyone: list[dict[int, tuple[int, Times]]]) -> StepTrace:
+        schedule = next(schedule for number, schedule, _ in self._finished if number == step)
+        rows = []
+        for row in range(schedule.num_ranks):
+            times = next(entry[step][1] for entry, rank_row in zip(everyone, self._rows(), strict=True) if rank_row == row)
+            spans = []
+            for i, action in enumerate(schedule.actions[row]):
+                began, ready, ended = times[3 * i : 3 * i + 3]
+                if ready > began and schedule.num_ranks > 1:
+                    spans.append(Span("recv", action.stage, action.microbatch, began, ready, action.replica))
+                spans.append(Span(action.kind, action.stage, action.microbatch, ready, ended, action.replica))
+            rows.append(tuple(spans))
+        return StepTrace(step, schedule, tuple(rows))
+
+    def _rows(self) -> list[int]:
+        """The row of each gathered entry; entries come in the order of global ranks."""
+        order = sorted(self.row_ranks)
+        return [self.row_ranks.index(rank) for rank in order]

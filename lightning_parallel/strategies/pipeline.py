@@ -1,0 +1,374 @@
+"""`PipelineStrategy`: an unmodified LightningModule trains as a pipeline.
+
+The one idea: a Trainer step becomes a run of a schedule. `training_step` cuts the batch into micro-batches, runs this
+rank's actions and returns the loss; the gradients it made are kept aside (Lightning zeroes gradients between the forward
+and `backward`) and `backward` adds them to `p.grad`. Everything else (hooks, clipping, optimizers, schedulers, logging)
+stays where Lightning has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint import PrunedOptimizer, full_state_dict, load_full_state_dict
+from lightning_parallel.pipeline import microbatch, schedules
+from lightning_parallel.pipeline.assembly import Pipeline, without_memory
+from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.engine import Engine, Marks, StepWork
+from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.parameters import sum_shared_gradients, total_norm
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.random_streams import share_generators
+from lightning_parallel.pipeline.schedule import Action, Schedule
+from lightning_parallel.pipeline.stats import PipelineStats
+from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.refusals import refuse_unsupported
+from lightning_parallel.trainer.step_log import LogSpreader, StepLog
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+LossWeight = Callable[[Any], "float | Tensor"]
+
+
+class PipelineStrategy(MeshStrategy):
+    """Cuts the model into stages, one a rank, and runs every batch as micro-batches by a schedule.
+
+    The LightningModule is used as it is. Global rank 0 holds the last stage: loss, logging and progress bar are real there,
+    and what a step logs is logged on every rank. Equal to one process that runs the same micro-batches and averages them.
+
+    Args:
+        schedule: "gpipe", "1f1b", "naive", the path of a CSV file of actions, or a `Schedule`.
+        num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
+        blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block names.
+        partition: how blocks are dealt to stages: balanced by "parameters" or "flops", by "count", or a list of counts.
+        stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
+        loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
+        check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
+        dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
+        receive_ahead: how many coming actions have their receives posted early.
+        start_method, timeout, failure_patience, **kwargs: see `MeshStrategy`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = PipelineStrategy(schedule="1f1b", num_microbatches=8)
+        >>> trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy)  # doctest: +SKIP
+
+    Source:
+        Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., PipeDream, arXiv 1806.03377 (1F1B).
+    """
+
+    def __init__(
+        self, schedule: str | Path | Schedule = "1f1b", num_microbatches: int | None = None, blocks: str | Sequence[str] = "auto",
+        partition: Partition = "parameters", stages: Mapping[str, int] | None = None, loss_weight: LossWeight | None = None,
+        check_loss: bool = True, dynamic_shapes: bool = False, receive_ahead: int = 1, start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30), failure_patience: float = 20.0, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(start_method=start_method, timeout=timeout, failure_patience=failure_patience, **kwargs)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ValueError(f"PipelineStrategy(num_microbatches={num_microbatches}): a batch has at least one micro-batch.")
+        self.schedule = _read_schedule(schedule, num_microbatches)
+        self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
+        self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
+        self.receive_ahead = receive_ahead
+        self._pipeline: Pipeline | None = None
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._pruned: dict[int, PrunedOptimizer] = {}
+        self._fresh: list[tuple[torch.nn.Parameter, Tensor | None]] = []
+        self._loss_checked = False
+        self.stats: PipelineStats | None = None
+
+    def axes(self) -> Mapping[str, int]:
+        return {"pipeline": self.world_size}
+
+    @property
+    def num_stages(self) -> int:
+        return self.axis_size("pipeline")
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank: the last stage lies on global rank 0, where Lightning shows and logs."""
+        return self.num_stages - 1 - self.axis_rank("pipeline")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self._pipeline is not None, "the pipeline exists after setup"
+        return self._pipeline
+
+    # -- set-up and teardown -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Any:
+        """`configure_model` builds parameters without memory; `setup` gives a rank its own."""
+        with without_memory() if self.num_stages > 1 else nullcontext():
+            yield
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        refuse_unsupported(trainer, self)
+        Engine.refuse(self.schedule_for(self._default_microbatches()))
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
+        self._pipeline = Pipeline(
+            self.lightning_module, ranks, self.root_device, blocks=self.blocks, partition=self.partition, stages=self.stages,
+            dynamic_shapes=self.dynamic_shapes, receive_ahead=self.receive_ahead, fail=self._stage_error, waiting=self._waiting,
+        )  # fmt: skip
+        schedule = self.schedule_for(self._default_microbatches())
+        self._row = schedule.placement[0, self.stage]
+        rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
+        self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
+        self._batch_norm = DeferredBatchNorm(self.lightning_module)
+        self._spreader = LogSpreader(self, 0, self.pipeline.broadcast)
+        self._loss_checked = False
+        share_generators(self.broadcast)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""
+        super().setup_optimizers(trainer)
+        self._pruned = {id(opt): PrunedOptimizer(opt, self.pipeline.table) for opt in self.optimizers}
+
+    def model_to_device(self) -> None:
+        self.pipeline.to_device(self.root_device)
+
+    def teardown(self) -> None:
+        if self._pipeline is not None:
+            _optimizers_to_device(self.optimizers, torch.device("cpu"))
+            self.pipeline.to_device(torch.device("cpu"))
+            self.pipeline.close()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        super().teardown()
+
+    # -- schedules -----------------------------------------------------------------------------------------------------
+
+    def schedule_for(self, num_microbatches: int, training: bool = True) -> Schedule:
+        """The schedule of a batch of so many micro-batches, forwards only in evaluation.
+
+        Raises:
+            ValueError: a schedule given as an object or a file is for another number of stages or micro-batches.
+        """
+        key = (num_microbatches, training)
+        if key not in self._schedules:
+            schedule = self._make_schedule(num_microbatches)
+            self._schedules[key] = schedule if training else schedule.forward_only()
+        return self._schedules[key]
+
+    def _make_schedule(self, num_microbatches: int) -> Schedule:
+        if isinstance(self.schedule, str):
+            return schedules.make(self.schedule, self.num_stages, num_microbatches)
+        schedule = self.schedule
+        if schedule.num_stages != self.num_stages or schedule.num_microbatches != num_microbatches:
+            raise ValueError(
+                f"Schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.num_microbatches} micro-batches, but"
+                f" this run has {self.num_stages} stages and a batch of {num_microbatches} micro-batches. Give a schedule by name"
+                " to have one made for every batch, or drop_last=True in the loader."
+            )
+        return schedule
+
+    def _default_microbatches(self) -> int:
+        if not isinstance(self.schedule, str):
+            return self.schedule.num_microbatches
+        return self.num_microbatches or 4 * self.num_stages
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        assert self.lightning_module is not None
+        own = [parameter for _, parameter in self.pipeline.own]
+        before = [parameter.grad for parameter in own]
+        for parameter in own:
+            parameter.grad = None
+        try:
+            with self._batch_norm.step(len(self._sizes(batch))):
+                output = self._step("training", batch, args)
+            self._fresh = [(parameter, parameter.grad) for parameter in own]
+        finally:
+            for parameter, gradient in zip(own, before, strict=True):
+                parameter.grad = gradient
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._deliver()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        return self._step("validation", batch, args)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        return self._step("test", batch, args)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        return self._step("predict", batch, args)
+
+    def _step(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        module, training = self.lightning_module, kind == "training"
+        assert module is not None and self.stats is not None
+        sizes = self._sizes(batch)
+        parts = microbatch.split(batch, sizes)
+        weights = self._weights(parts, sizes)
+        if args and args[0] == 0:
+            self.pipeline.check_same_batch(kind, batch)
+        log = StepLog(module, self.stage == self.num_stages - 1)
+        method = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
+        context = {"training": "train", "validation": "val"}.get(kind, kind)
+
+        def step_on(part: Any, number: int) -> Any:
+            log.microbatch = number
+            with getattr(self.precision_plugin, f"{context}_step_context")():
+                return method(part, *args)
+
+        scale = 1.0 / module.trainer.accumulate_grad_batches
+        work = StepWork(
+            schedule=self.schedule_for(len(sizes), training),
+            steps=[lambda part=part, i=i: step_on(part, i) for i, part in enumerate(parts)],
+            signatures=self.pipeline.signatures(kind, parts),
+            batch=self._batch_number(kind),
+            loss_of=_loss_of if training else None,
+            scales=[self._scalar(weight * scale) for weight in weights] if training else (),
+        )
+        marks = self.stats.begin(work.schedule) if training else Marks(work.schedule)
+        check = training and self.check_loss and not self._loss_checked and len(sizes) > 1 and log.loss_stage
+        self.pipeline.engine.keep_received = check
+        with log.recording(), self.pipeline.streams.step():
+            results = self.pipeline.engine.run(work, marks)
+            if check:
+                received = [self.pipeline.engine.received[i] for i in range(len(sizes))]
+                check_loss(self.pipeline.cut, work.steps, lambda: step_on(batch, 0), received, sizes, weights, _loss_of)
+                self.pipeline.engine.received.clear()
+        self._loss_checked |= training
+        return self._finish(kind, results, sizes, weights, log)
+
+    def _finish(self, kind: str, results: list[Any], sizes: list[int], weights: list[Any], log: StepLog) -> Any:
+        """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
+        at_loss = log.loss_stage
+        output = microbatch.join(results, sizes, weights) if at_loss else None
+        if kind == "predict":
+            return output
+        loss = _loss_of(output) if kind == "training" and at_loss else None
+        loss, calls = self._spreader.spread(loss, log.joined(weights) if at_loss else None, self.root_device)
+        log.replay(calls)
+        if kind != "training":
+            return output
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _sizes(self, batch: Any) -> list[int]:
+        return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
+
+    def _weights(self, parts: list[Any], sizes: list[int]) -> list[Any]:
+        if self.loss_weight is None:
+            return [size / sum(sizes) for size in sizes]
+        weights = [self.loss_weight(part) for part in parts]
+        return [weight / sum(weights) for weight in weights]
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return value if isinstance(value, Tensor) else torch.full((), value, device=self.root_device)
+
+    def _batch_number(self, kind: str) -> int:
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        return 2 * loop.total_batch_idx + (kind != "training")
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _stage_error(self, error: Exception, action: Action) -> Exception:
+        return error
+
+    @contextmanager
+    def _waiting(self, what: str) -> Any:
+        yield
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        gradients = {entry.name: g for (entry, _), (_, g) in zip(self.pipeline.own, self._fresh, strict=True)}
+        sum_shared_gradients(self.pipeline.table, gradients, self.pipeline.all_reduce_over)
+        for entry, parameter in self.pipeline.own:
+            fresh = gradients[entry.name]
+            if fresh is not None:
+                parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
+        self._fresh = []
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all stages, each parameter counted once."""
+        parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
+        own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
+        counted = [p.grad for entry, p in own if entry.is_counted_on(self.stage) and p.grad is not None]
+        norm = total_norm(counted, self.root_device, self.pipeline.all_reduce)
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [p.grad for _, p in own if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state on global rank 0, nothing elsewhere; all ranks call it."""
+        assert self.lightning_module is not None
+        return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._pruned[id(inner)].full_state(self.pipeline.gather)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._pruned[id(optimizer)].load_full_state(state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        schedules.make(schedule, 2, 2)  # raises for an unknown name, here where the user can see it
+        return schedule
+    read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)
+    read.check()
+    if num_microbatches not in (None, read.num_microbatches):
+        raise ValueError(
+            f"PipelineStrategy(num_microbatches={num_microbatches}) got schedule {read.name!r}, which is for"
+            f" {read.num_microbatches} micro-batches. Leave num_microbatches out, or give a schedule by name."
+        )
+    return read
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar loss, or a"
+            " dict with one under 'loss'. Skipping a step by returning None is not supported."
+        )
+    return loss
+
+

@@ -1,0 +1,20 @@
+"""The strings for `Trainer(strategy=...)`; importing this module registers them."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+
+STRINGS = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
+
+
+def register() -> None:
+    """Register every string that is not registered yet."""
+    for string, arguments in STRINGS.items():
+        if string not in StrategyRegistry:
+            description = f"PipelineStrategy with schedule {arguments['schedule']}"
+            StrategyRegistry.register(string, PipelineStrategy, description=description, **arguments)
+
+
+register()

@@ -1,0 +1,1 @@
+"""What stands between the machinery and Lightning's Trainer: launching, logging, signals, refusals."""

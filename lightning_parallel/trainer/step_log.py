@@ -1,0 +1,156 @@
+"""What a step logs: recorded for each micro-batch on the loss stage, joined, and replayed on every rank.
+
+The one idea: while micro-batches run, `self.log` only takes notes. After the last one, the notes become one call a key (the
+mean over micro-batches with the step's own weights), the loss stage tells the other ranks, and every rank makes the same
+`LightningModule.log` calls. So loggers, progress bar, checkpoints and early stopping see one value everywhere, and what a
+key means (on_step, on_epoch, sync_dist, ...) stays Lightning's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_parallel.pipeline.phantom import Phantom, PhantomError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+@dataclass
+class LogCall:
+    """One joined `self.log` call: its name, its value (tensor, number, or None until it arrives) and its options."""
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+    is_tensor: bool
+
+
+class StepLog:
+    """Notes of the `self.log` calls of one step, by micro-batch."""
+
+    def __init__(self, module: LightningModule, loss_stage: bool) -> None:
+        self.module, self.loss_stage = module, loss_stage
+        self._notes: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
+        self._seen: dict[tuple[int, str], int] = {}
+        self.microbatch = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """`self.log` takes notes on the loss stage; elsewhere what a cut step logs is not its to log."""
+        self.module.__dict__["log"] = self._note
+        try:
+            yield
+        finally:
+            del self.module.__dict__["log"]
+
+    def joined(self, weights: Sequence[float | Tensor]) -> list[LogCall]:
+        """One call for each logged key, in the order of first appearance."""
+        return [self._join(name, notes, weights) for (name, _), notes in self._notes.items()]
+
+    def replay(self, calls: Sequence[LogCall]) -> None:
+        """Make the joined calls."""
+        for call in calls:
+            self.module.log(call.name, call.value, **call.options)
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        if not self.loss_stage:
+            return
+        options = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
+        options.pop("self")
+        name, value = options.pop("name"), options.pop("value")
+        if isinstance(value, Phantom) and value.value is None:
+            raise PhantomError(
+                f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log values"
+                " that are computed from the last block's output."
+            )
+        if isinstance(value, (Metric, MetricCollection)):
+            raise TypeError(
+                f"self.log({name!r}) logs a torchmetrics object, which the pipeline strategy does not spread to the other ranks"
+                f" yet. Log its value, self.log({name!r}, metric(...)), or train with one stage."
+            )
+        occurrence = self._seen.get((self.microbatch, name), 0)
+        self._seen[self.microbatch, name] = occurrence + 1
+        value = value.detach() if isinstance(value, Tensor) else value
+        self._notes.setdefault((name, occurrence), []).append((self.microbatch, value, options))
+
+    def _join(self, name: str, notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]) -> LogCall:
+        options = dict(notes[-1][2])
+        if options.get("batch_size") is not None:
+            options["batch_size"] = sum(note[2]["batch_size"] for note in notes)
+        values = [note[1] for note in notes]
+        if len(values) > 1:
+            values = [_reduce(values, [weights[note[0]] for note in notes], options.get("reduce_fx", "mean"))]
+        return LogCall(name, values[0], options, isinstance(values[0], Tensor))
+
+
+def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    if kind in ("max", "min"):
+        worst = max if kind == "max" else min
+        return worst(values) if isinstance(values[0], numbers.Number) else getattr(torch.stack(values), f"a{kind}")(0)
+    if kind == "sum":
+        return sum(values[1:], values[0])
+    if isinstance(values[0], Tensor) and not values[0].is_floating_point():
+        values = [value.to(torch.get_default_dtype()) for value in values]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+class LogSpreader:
+    """Brings the loss stage's loss and joined log calls to every rank.
+
+    The structure (names, options) travels over the host and only when it is new; the values travel in one tensor on the
+    device, so that nothing waits for it.
+    """
+
+    def __init__(self, strategy: Strategy, source: int, broadcast: Callable[[Tensor], None]) -> None:
+        self.strategy, self.source, self._broadcast = strategy, source, broadcast
+        self._structures: list[Any] = []
+
+    def spread(self, loss: Tensor | None, calls: list[LogCall] | None, device: torch.device) -> tuple[Tensor, list[LogCall]]:
+        """Give every rank the loss (zero where the step has none) and the calls; `calls` is None off the loss stage."""
+        structure = self._agree(calls)
+        values = torch.zeros(1 + len(structure), dtype=torch.float64, device=device)
+        if calls is not None:
+            if loss is not None:
+                values[0] = loss.detach()
+            for i, call in enumerate(calls):
+                if call.is_tensor:
+                    values[i + 1] = call.value.detach()
+                else:
+                    values[i + 1].fill_(float(call.value))
+        self._broadcast(values)
+        told = calls if calls is not None else [LogCall(n, None, o, t) for n, o, t in structure]
+        for i, call in enumerate(told):
+            call.value = values[i + 1].to(torch.get_default_dtype())
+        return values[0].to(torch.get_default_dtype()), told
+
+    def _agree(self, calls: list[LogCall] | None) -> list[Any]:
+        index = torch.zeros(1, dtype=torch.int64)
+        mine: list[Any] = []
+        if calls is not None:
+            mine = [(call.name, call.options, call.is_tensor) for call in calls]
+            known = next((i for i, structure in enumerate(self._structures) if _same(structure, mine)), -1)
+            index.fill_(known)
+        self._broadcast(index)
+        if int(index) >= 0:
+            return self._structures[int(index)]
+        structure = self.strategy.broadcast(mine, self.source)
+        self._structures.append(structure)
+        return structure
+
+
+def _same(structure: list[Any], other: list[Any]) -> bool:
+    return len(structure) == len(other) and all(a == b for a, b in zip(structure, other, strict=True))
