@@ -113,6 +113,6 @@ def test_a_summary_reads_the_medians():
     for step, overhead in enumerate([0.0, 0.0, 5.0]):
         history.add(replay(make("gpipe", 2, 4), step=step, overhead=overhead))
     assert history.summary() == (
-        "bubble measured 0.2000 beside formula (D-1)/(M+D-1) = 0.2000, the schedule with the measured action times 0.2000 "
-        "(gpipe, 2 stages, 4 micro-batches; idle share, median of 3 steps)"
+        "bubble measured 0.2000 beside formula (D-1)/(M+D-1) = 0.2000, the schedule with the measured action "
+        "times 0.2000 (gpipe, 2 stages, 4 micro-batches; idle share, median of 3 steps)"
     )
