@@ -78,7 +78,7 @@ def _gather(sums: _Sums) -> Any:
     """A pre-hook that skips Phantoms and the recomputation of activation checkpointing (which runs inside a backward)."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch._C._current_autograd_node() is None:
+        if module.training and torch._C._current_autograd_node() is None:
             sums.add(args[0])
 
     return hook

@@ -257,10 +257,11 @@ class PipelineStrategy(MeshStrategy):
         self.pipeline.engine.keep_received = check
         with log.recording(), self.pipeline.streams.step():
             results = self.pipeline.engine.run(work, marks)
-            if check:
-                received = [self.pipeline.engine.received[i] for i in range(len(sizes))]
+        if check:
+            received = [self.pipeline.engine.received[i] for i in range(len(sizes))]
+            with StepLog(module, loss_stage=False).recording(), self.pipeline.streams.step():
                 check_loss(self.pipeline.cut, work.steps, lambda: step_on(batch, 0), received, sizes, weights, _loss_of)
-                self.pipeline.engine.received.clear()
+            self.pipeline.engine.received.clear()
         self._loss_checked |= training
         return self._finish(kind, results, sizes, weights, log)
 
