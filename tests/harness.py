@@ -9,12 +9,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,12 +64,16 @@ def rank_outcomes(
     timeout: float = 60.0,
     group: bool = True,
     stop_at_first_failure: bool = False,
+    awaited: Collection[int] | None = None,
 ) -> list[Outcome]:
-    """Like ``run_ranks``, for tests in which ranks fail on purpose: what became of each rank, and nothing is raised."""
+    """Like ``run_ranks``, for tests in which ranks fail on purpose: what became of each rank, and nothing is raised.
+
+    Ranks that are not ``awaited`` (a stopped process) are ended once the others have.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [_Rank(fn, rank, world_size, args, Path(folder), timeout, group) for rank in range(world_size)]
+        ranks = [_Rank(fn, rank, world_size, args, Path(folder), group) for rank in range(world_size)]
         try:
-            return _collect(ranks, time.monotonic() + timeout + 2.0, stop_at_first_failure)
+            return _collect(ranks, time.monotonic() + timeout, stop_at_first_failure, awaited)
         finally:
             for rank in ranks:
                 rank.reap()
@@ -84,11 +89,11 @@ def free_port() -> int:
 class _Rank:
     """One forked process and the pipe it reports through."""
 
-    def __init__(self, fn: Callable, rank: int, world: int, args: tuple, folder: Path, timeout: float, group: bool):
+    def __init__(self, fn: Callable, rank: int, world: int, args: tuple, folder: Path, group: bool):
         self.outcome, self.stacks, self.started = Outcome(rank), folder / f"stacks-{rank}", time.monotonic()
         self.pipe, theirs = _fork.Pipe(duplex=False)
         store = str(folder / "store") if group else None
-        self.process = _fork.Process(target=_main, args=(fn, rank, world, args, theirs, self.stacks, store, timeout))
+        self.process = _fork.Process(target=_main, args=(fn, rank, world, args, theirs, self.stacks, store))
         self.process.start()
         theirs.close()
 
@@ -107,6 +112,13 @@ class _Rank:
             if cause is not None and self.outcome.error is not None and self.outcome.error.__cause__ is None:
                 self.outcome.error.__cause__ = cause
 
+    def abort(self) -> None:
+        """Make a rank that is still running write its stacks."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGABRT)
+        self.process.join(1.0)
+        self.outcome.text = self.stacks.read_text() if self.stacks.exists() else ""
+
     def reap(self) -> None:
         """End the process whatever it does, and take its exit code."""
         self.process.join(0.0 if self.outcome.seconds == float("inf") else 2.0)
@@ -117,8 +129,10 @@ class _Rank:
         self.pipe.close()
 
 
-def _collect(ranks: list[_Rank], deadline: float, stop_at_first_failure: bool) -> list[Outcome]:
-    open_pipes = {rank.pipe: rank for rank in ranks}
+def _collect(
+    ranks: list[_Rank], deadline: float, stop_at_first_failure: bool, awaited: Collection[int] | None
+) -> list[Outcome]:
+    open_pipes = {rank.pipe: rank for rank in ranks if awaited is None or rank.outcome.rank in awaited}
     while open_pipes and time.monotonic() < deadline:
         for pipe in wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic())):
             assert isinstance(pipe, Connection)
@@ -127,15 +141,15 @@ def _collect(ranks: list[_Rank], deadline: float, stop_at_first_failure: bool) -
             if stop_at_first_failure and not rank.outcome.returned:
                 deadline = min(deadline, time.monotonic() + 0.5)  # who failed at the same moment may still say so
     for rank in open_pipes.values():
-        rank.outcome.text = rank.stacks.read_text() if rank.stacks.exists() else ""
+        rank.abort()
     return [rank.outcome for rank in ranks]
 
 
-def _main(
-    fn: Callable, rank: int, world: int, args: tuple, pipe: Connection, stacks: Path, store: str | None, timeout: float
-) -> None:
+def _main(fn: Callable, rank: int, world: int, args: tuple, pipe: Connection, stacks: Path, store: str | None) -> None:
     with open(stacks, "w") as file:
-        faulthandler.dump_traceback_later(timeout, exit=True, file=file)
+        faulthandler.enable(
+            file
+        )  # SIGABRT of the parent writes the stacks; a dump_traceback_later of pytest's would hang
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -153,7 +167,6 @@ def _main(
             if store is not None:
                 dist.barrier()  # nobody closes a connection that another rank still reads
                 dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _join_group(store: str, rank: int, world: int) -> None:
@@ -176,6 +189,6 @@ def _raise(first: Outcome) -> NoReturn:
         notes = [*getattr(first.error, "__notes__", []), f"rank {first.rank} failed first:\n{first.text}"]
         first.error.__notes__ = notes  # type: ignore[attr-defined]
         raise first.error
-    if first.text:
+    if first.seconds == float("inf"):
         raise TimeoutError(f"rank {first.rank} did not end in time, its stacks:\n{first.text}")
-    raise ChildProcessError(f"rank {first.rank} ended without a report, exit code {first.exitcode}")
+    raise ChildProcessError(f"rank {first.rank} ended without a report, exit code {first.exitcode}\n{first.text}")

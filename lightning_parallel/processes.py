@@ -1,0 +1,40 @@
+"""What the system knows of a process: its host, whether it computes, its connections, where its thread is."""
+
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+
+def this_process() -> tuple[str, int]:
+    """A name of this host (and its process name space) and this process's id, comparable between ranks."""
+    place = socket.gethostname()
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        place += f" {file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return place, os.getpid()
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time a process of this host has used; 0 if it cannot be read."""
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def open_sockets() -> set[tuple[int, str]]:
+    """Descriptors of this process's sockets with the kernel's names for them (descriptors are used again)."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                identity = os.readlink(f"/proc/self/fd/{name}")
+                if identity.startswith("socket:"):
+                    found.add((int(name), identity))
+    return found
+
+
+def whereabouts() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "" if frame is None else f" (it was in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno})"

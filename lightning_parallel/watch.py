@@ -1,0 +1,353 @@
+"""Nothing hangs: a failure on any rank ends every rank, with the first failure as the reason all of them give.
+
+The one idea: one thread a process on a connection of its own, since the main thread may be inside a receive that will
+never end. A rank reports its exception; a rank that ended, fell silent, or waits in a circle is found (``roll.py``).
+Then each main thread has a grace to end by itself, then its connections are closed under it, then the process ends.
+
+    main thread      F3 -- recv ......................... RuntimeError -> cause() -> StageError
+    watch's thread   beat -- beat -- (1) failure known -- (2) grace_s: close connections -- (3) exit_s: os._exit(1)
+
+Left out: restarting what failed; a rank that computes for ever without communicating.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.processes import open_sockets, this_process, whereabouts
+from lightning_parallel.roll import Hub, Party, Patience, Spoke, Status, lost
+
+_HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
+_SAID_S = 1.5  # how long a goodbye or a report may take to arrive
+_BUSY_S = 0.05
+_live: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+
+
+class Watch:
+    """Watches over the ranks of a run. Every rank makes one, in the same order, before it opens its process groups.
+
+    Three plain attributes may be set at any time, also in a hot loop: ``waiting`` (what the main thread is blocked in,
+    as in ``"F3 from rank 0"``, or None), ``progress`` (a number that changes as the rank gets on) and ``stage``.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        store: any store that all ranks share; used once, to agree on rank 0's address.
+        host: the name under which the other ranks reach rank 0's host.
+        stage: pipeline stage of this rank, for messages.
+        patience: how long to wait for what.
+        exit: ends the process, once it did not end by itself.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, store: dist.Store | None = None, *, host: str = "127.0.0.1",
+        stage: int | None = None, patience: Patience | None = None, exit: Callable[[int], object] = os._exit,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.stage = rank, world_size, stage
+        self.waiting: str | None = None
+        self.progress = 0
+        self.patience = patience or Patience()
+        self.lost_hint: Callable[[int], str | None] = lambda rank: None
+        self.failure: Failure | None = None
+        self._exit, self._process = exit, this_process()
+        self._own_error: BaseException | None = None
+        self._failed_at = self._leaving_since = self._next_beat = 0.0
+        self._since = time.monotonic()
+        self._state: tuple[int, str | None] = (0, None)
+        self._aborts: list[Callable[[], object]] = [self._shut_sockets]
+        self._sockets: set[tuple[int, str]] = set()
+        self._lock, self._known = threading.Lock(), threading.Event()
+        self._outbox: list[bytes] = []
+        self._stopping, self._stopped = False, threading.Event()
+        self._party: Party | None = None
+        if world_size > 1:
+            assert store is not None
+            self._party = self._open(store, host)
+            self._wake, self._woken = socket.socketpair()
+            self._wake.setblocking(False)
+            self._woken.setblocking(False)
+            threading.Thread(target=self._run, name="lightning-parallel-watch", daemon=True).start()
+        _live.add(self)
+
+    def _open(self, store: dist.Store, host: str) -> Party:
+        key = f"watch/{store.add(f'watch/count/{self.rank}', 1)}"
+        own = Status(self.rank, self.stage, self._process)
+        if self.rank == 0:
+            return Hub(own, self.patience, self.world_size).open(host, store, key)
+        return Spoke(own, self.patience, self.world_size).open(store, key)
+
+    # -- what the main thread calls ------------------------------------------------------------------------------------
+
+    def report(self, error: BaseException, where: str = "") -> StageError:
+        """Tell all ranks of an exception and return what to raise. The first report of a run wins, on every rank.
+
+        A failure of communication is the echo of another one as a rule: that one is waited for first, as in `cause`.
+        """
+        return self._tell(error, where, _is_communication_error(error))
+
+    def _tell(self, error: BaseException, where: str, is_echo: bool) -> StageError:
+        if isinstance(error, StageError):
+            return error
+        if self.failure is None and is_echo:
+            self.cause()
+        if self.failure is None:
+            self._publish(Failure(self.rank, self.stage, where, error, "".join(traceback.format_exception(error))))
+        assert self.failure is not None
+        return self._raisable(self.failure)
+
+    def _publish(self, mine: Failure) -> None:
+        self._own_error = mine.error
+        if self._party is not None and not self._stopped.is_set():
+            self._outbox.append(mine.to_bytes())
+            self._nudge()
+            self._known.wait(_SAID_S)
+        self._take(mine)  # alone, or rank 0 does not answer
+
+    def cause(self, wait_s: float | None = None) -> StageError | None:
+        """Why communication failed here: the run's first failure, waited for briefly; None if nobody knows of one."""
+        if self._party is not None:
+            self._known.wait(self.patience.cause_s if wait_s is None else wait_s)
+        return None if self.failure is None else self._raisable(self.failure)
+
+    def blocked(self, what: str) -> "_Blocked":
+        """A context for what may wait for other ranks: says so to the watch, and turns its failure into the cause."""
+        return _Blocked(self, what)
+
+    def on_abort(self, abort: Callable[[], object]) -> None:
+        """Have a function called (in another thread) that frees a main thread still blocked after a failure."""
+        self._aborts.append(abort)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """A context in which process groups are made: connections opened in it are shut once a failure is known.
+
+        A gloo group has no way to abort a receive; closing its connections under it does.
+        """
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= open_sockets() - before
+
+    def stop(self) -> None:
+        """End the watch. Ranks may stop at different times; one that has stopped is missed by nobody."""
+        if not self._stopping:
+            self._stopping = True
+            self._nudge()
+            if self._party is not None:
+                self._stopped.wait(2 * _SAID_S)
+            self._stopped.set()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._party is not None
+        try:
+            while not self._turn(self._party):
+                pass
+        except Exception:
+            if not self._stopping:
+                traceback.print_exc()
+        finally:
+            self._stopped.set()
+            self._close()
+
+    def _turn(self, party: Party) -> bool:
+        """One turn of the thread's loop; whether it was the last."""
+        now = time.monotonic()
+        self._beat(party, now)
+        while self._outbox:
+            party.report(self._outbox.pop(0))
+        if party.failure is None:
+            self._judge(party, now)
+        if party.failure is not None:
+            self._take(party.failure)
+        if self._stopping:
+            return self._leave(party, now)
+        if self.failure is not None:
+            self._enforce(now)
+        busy = self.failure is not None or party.gone() is not None
+        party.poll(_BUSY_S if busy else max(0.0, self._next_beat - now), self._woken)
+        return False
+
+    def _beat(self, party: Party, now: float) -> None:
+        state = (self.progress, self.waiting)
+        if state != self._state or self.waiting is None:
+            self._state, self._since = state, now
+        if now >= self._next_beat:
+            party.beat(Status(self.rank, self.stage, self._process, self.waiting, now - self._since))
+            self._next_beat = now + self.patience.beat_s
+
+    def _judge(self, party: Party, now: float) -> None:
+        failure, gone = party.judge(now), party.gone()
+        if gone is not None and gone.gone_since is not None:
+            hint = self.lost_hint(gone.status.rank)
+            if hint is not None or now - gone.gone_since > _HINT_S:
+                failure = lost(gone.status, f"its process ended ({hint or 'killed, or out of memory'})")
+        if failure is not None:
+            party.learn(failure, failure.to_bytes())
+
+    def _leave(self, party: Party, now: float) -> bool:
+        """Say goodbye once; rank 0 then stays for those that have not, until its process ends."""
+        if not party.finished:
+            party.leave()
+            self._leaving_since = now
+        if party.settled() or now - self._leaving_since > _SAID_S:
+            self._stopped.set()
+        party.poll(self.patience.beat_s if self._stopped.is_set() else _BUSY_S, self._woken)
+        return self._stopped.is_set() and party.alone()
+
+    def _enforce(self, now: float) -> None:
+        if now > self._failed_at + self.patience.grace_s and self._aborts:
+            aborts, self._aborts = self._aborts, []
+            for abort in aborts:
+                threading.Thread(target=_quietly, args=(abort,), daemon=True).start()
+        if now > self._failed_at + self.patience.grace_s + self.patience.exit_s:
+            self._end()
+
+    def _end(self) -> None:
+        """The main thread did not end by itself: say where it is, then why it all ended, and end the process."""
+        flush = threading.Thread(target=_quietly, args=(sys.stdout.flush,), daemon=True)
+        flush.start()
+        flush.join(_SAID_S)
+        assert self.failure is not None
+        error = self._raisable(self.failure)
+        text = f"rank {self.rank} did not end by itself{whereabouts()}; it is ended now\n"
+        text += "".join(traceback.format_exception(error))
+        os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
+        self._exit(1)
+        self._stopping = True
+
+    def _take(self, failure: Failure) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure, self._failed_at = failure, time.monotonic()
+                self._known.set()
+
+    def _raisable(self, failure: Failure) -> StageError:
+        if self._own_error is not None and failure.rank == self.rank and failure.error is not None:
+            failure = replace(failure, error=self._own_error, traceback_text="")
+        others = () if failure.rank is None else [rank for rank in range(self.world_size) if rank != failure.rank]
+        return failure.to_error(others)
+
+    def _nudge(self) -> None:
+        if self._party is not None:
+            with suppress(OSError):
+                self._wake.send(b"x")
+
+    def _shut_sockets(self) -> None:
+        for descriptor, _ in self._sockets & open_sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):  # gloo aborts without its listener
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _abandon(self) -> None:
+        """In a forked process (a loader's worker), whose copy of a connection would hide the end of this rank."""
+        self._stopping = True
+        self._stopped.set()
+        self._sockets.clear()
+        self._close()
+
+    def _close(self) -> None:
+        if self._party is not None:
+            self._party.close()
+            self._wake.close()
+            self._woken.close()
+
+
+class _Blocked:
+    """See `Watch.blocked`."""
+
+    __slots__ = ("_before", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: str) -> None:
+        self._watch, self._what = watch, what
+
+    def __enter__(self) -> None:
+        self._before, self._watch.waiting = self._watch.waiting, self._what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.waiting = self._before
+        self._watch.progress += 1
+        if isinstance(error, RuntimeError) and not isinstance(error, StageError):
+            raise self._watch._tell(error, f"waiting for {self._what}", True)
+
+
+@contextmanager
+def guarded(
+    watch: Watch | None,
+    where: str | Callable[[BaseException], str] = "",
+    passing: tuple[type[BaseException], ...] = (StopIteration, GeneratorExit),
+) -> Iterator[None]:
+    """A context in which any exception is the run's failure: reported to all ranks, and raised as a `StageError`.
+
+    Args:
+        watch: the watch of this rank; None guards nothing.
+        where: the work in hand, or a function that finds it from the exception.
+        passing: exceptions that are no failure.
+
+    Raises:
+        StageError: its cause is what was raised inside. `KeyboardInterrupt`, `SystemExit` are reported and re-raised.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:
+        if watch is None:
+            raise
+        told = watch.report(error, where if isinstance(where, str) else where(error))
+        if told is error or not isinstance(error, Exception):
+            raise
+        raise told from told.__cause__
+
+
+def abort_device_groups() -> None:
+    """Abort the NCCL communicators of all process groups, so that a host that waits for the device is freed."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(Exception):
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def _is_communication_error(error: BaseException) -> bool:
+    text = str(error)
+    signs = (
+        "gloo",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+        "NCCL",
+    )
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    )
+
+
+def _quietly(function: Callable[[], object]) -> None:
+    with suppress(Exception):
+        function()
+
+
+def _forget_in_child() -> None:
+    for watch in list(_live):
+        watch._abandon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
