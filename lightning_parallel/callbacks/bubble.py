@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
 from lightning_parallel.measure.reading import BubbleHistory
+from lightning_parallel.measure.spans import StepTrace
 
 
 class BubbleMonitor(Callback):
@@ -20,7 +21,9 @@ class BubbleMonitor(Callback):
     * the same with ``_expected``: the schedule simulated with this run's measured action times, so that the difference
       is what the engine adds to the schedule;
     * the same with ``_formula``: the closed form, for schedules that have one;
-    * ``parallel/busy_seconds/rank_r``, ``parallel/waiting_seconds/rank_r``, ``parallel/transfer_seconds/rank_r``.
+    * ``parallel/busy_seconds/rank_r``: time in actions; ``parallel/waiting_seconds/rank_r``: time before an action
+      whose input another rank had not made yet; ``parallel/transfer_seconds/rank_r``: time before one whose input was
+      made and on its way.
 
     Clocks are read a step late, so that no device has to be waited for: what is logged at step k was measured in
     step k - 1, and the last step is logged when the training ends. Ranks exchange their times only on steps that log.
@@ -56,13 +59,14 @@ class BubbleMonitor(Callback):
         """Log the newest finished step, on the steps that log."""
         default: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._is_due(trainer.global_step, default):
+            trace = stats_of(trainer).trace()
             # Tensors on the CPU: nothing is copied to a device to be logged, and nothing waits for one.
-            metrics = {key: torch.tensor(value) for key, value in self._read(trainer).items()}
+            metrics = {key: torch.tensor(value) for key, value in self._read(trace, trainer).items()}
             pl_module.log_dict(metrics, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last step, which no later batch could."""
-        metrics = self._read(trainer)
+        metrics = self._read(stats_of(trainer).last_trace(), trainer)
         if metrics and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
@@ -71,9 +75,7 @@ class BubbleMonitor(Callback):
         """The median measured bubble of the last ``fit`` beside formula and expectation, one line."""
         return self._history.summary()
 
-    def _read(self, trainer: Trainer) -> dict[str, float]:
-        stats = stats_of(trainer)
-        trace = stats.trace()
+    def _read(self, trace: StepTrace | None, trainer: Trainer) -> dict[str, float]:
         if trace is None or self._history.has(trace):
             return {}
-        return self._history.add(trace).metrics(stats.row_ranks)
+        return self._history.add(trace).metrics(stats_of(trainer).row_ranks)

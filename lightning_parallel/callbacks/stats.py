@@ -24,6 +24,9 @@ class PipelineStats(Protocol):
     def trace(self) -> StepTrace | None:
         """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
 
+    def last_trace(self) -> StepTrace | None:
+        """Like ``trace``, but of the current step too if it can be read: for the end of a run."""
+
 
 def require_stats(trainer: Trainer, callback: object) -> None:
     """Refuse a strategy that measures no pipeline.

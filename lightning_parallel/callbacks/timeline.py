@@ -57,20 +57,18 @@ class TimelineExporter(Callback):
     ) -> None:
         """Write the newest finished step, on the steps that are due."""
         if self._is_due(trainer.global_step, default=0):
-            self._export(trainer)
+            self._export(stats_of(trainer).trace(), trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last step."""
-        self._export(trainer)
+        self._export(stats_of(trainer).last_trace(), trainer)
 
-    def _export(self, trainer: Trainer) -> None:
-        stats = stats_of(trainer)
-        trace = stats.trace()
+    def _export(self, trace: StepTrace | None, trainer: Trainer) -> None:
         if trace is None or trace.step == self._written:
             return
         self._written = trace.step
         if trainer.is_global_zero:
-            self.files += write_timeline(self._folder, trace, stats.row_ranks)
+            self.files += write_timeline(self._folder, trace, stats_of(trainer).row_ranks)
 
 
 def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -> list[Path]:

@@ -12,8 +12,9 @@ The third, bubble over ideal time (Megatron), is ``idle / (1 - idle)``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 from lightning_parallel.measure.spans import Rows, Span, StepTrace
 from lightning_parallel.pipeline.costs import Costs
@@ -88,16 +89,6 @@ def busy_seconds(rows: Rows) -> tuple[float, ...]:
     return tuple(sum(span.seconds for span in row if span.is_compute) for row in rows)
 
 
-def waiting_seconds(rows: Rows) -> tuple[float, ...]:
-    """Time each row stood before an action whose input had not arrived."""
-    return tuple(sum(span.seconds for span in row if span.kind == "recv") for row in rows)
-
-
-def transfer_seconds(rows: Rows) -> tuple[float, ...]:
-    """Time of each row's sends; they may run beside computation."""
-    return tuple(sum(span.seconds for span in row if span.kind == "send") for row in rows)
-
-
 def span_seconds(rows: Rows) -> tuple[float, ...]:
     """Time between each row's own first and last action."""
     compute = [[span for span in row if span.is_compute] for row in rows]
@@ -143,16 +134,51 @@ def measured_costs(trace: StepTrace) -> Costs:
     return Costs(means["F"], means["I"], means["W"], whole, means["U"], _measured_hops(trace))
 
 
-def _measured_hops(trace: StepTrace) -> dict[tuple[int, int], float]:
+def waiting_seconds(trace: StepTrace) -> tuple[float, ...]:
+    """Time each row stood before an action because another row had not yet made its input."""
+    totals = [0.0] * len(trace.rows)
+    for wait in waits(trace):
+        totals[wait.row] += wait.made - wait.span.start
+    return tuple(totals)
+
+
+def transfer_seconds(trace: StepTrace) -> tuple[float, ...]:
+    """Time each row stood before an action whose input was made and had not arrived: what transfers cost the step.
+
+    Transfers that run beside computation cost nothing here.
+    """
+    totals = [0.0] * len(trace.rows)
+    for wait in waits(trace):
+        totals[wait.row] += wait.span.end - wait.made
+    return tuple(totals)
+
+
+class Wait(NamedTuple):
+    """A ``recv`` span, the row that stood, the row it stood for (or None) and when that row had made the value."""
+
+    span: Span
+    row: int
+    source: int | None
+    made: float
+
+
+def waits(trace: StepTrace) -> Iterator[Wait]:
+    """Every wait of a step with the last of the values it was for; ``made`` lies within the wait."""
     ends = {_key(span): span.end for row in trace.rows for span in row if span.is_compute}
-    hops: dict[tuple[int, int], list[float]] = defaultdict(list)
     for row, spans in enumerate(trace.rows):
-        for wait, action in _waits(spans):
-            for need in trace.schedule.needs(action):
-                made = ends.get((need.kind, need.stage, need.microbatch, need.replica))
-                source = trace.schedule.row_of(need)
-                if source != row and made is not None and wait.start <= made <= wait.end:
-                    hops[source, row].append(wait.end - made)
+        for span, action in _waits(spans):
+            remote = [need for need in trace.schedule.needs(action) if trace.schedule.row_of(need) != row]
+            made = {trace.schedule.row_of(need): ends[key] for need in remote if (key := _key(need)) in ends}
+            source = max(made, key=made.__getitem__, default=None)
+            end = span.end if source is None else min(max(made[source], span.start), span.end)
+            yield Wait(span, row, source, end)
+
+
+def _measured_hops(trace: StepTrace) -> dict[tuple[int, int], float]:
+    hops: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for wait in waits(trace):
+        if wait.source is not None and wait.span.start < wait.made:
+            hops[wait.source, wait.row].append(wait.span.end - wait.made)
     return {hop: median(seconds) for hop, seconds in hops.items()}
 
 
@@ -169,5 +195,5 @@ def _waits(spans: Sequence[Span]) -> list[tuple[Span, Action]]:
     return found
 
 
-def _key(span: Span) -> tuple[str, int, int, int]:
-    return span.kind, span.stage, span.microbatch, span.replica
+def _key(work: Span | Action) -> tuple[str, int, int, int]:
+    return work.kind, work.stage, work.microbatch, work.replica

@@ -30,8 +30,8 @@ class BubbleReading:
         span_expected: of the simulator with this step's mean action times.
         formula: the closed form for equal actions and no communication, the same for both; None where there is none.
         busy: seconds each row computed.
-        waiting: seconds each row waited for a value.
-        transfer: seconds of each row's sends.
+        waiting: seconds each row waited for a value to be made.
+        transfer: seconds each row waited for a value that was made to arrive.
     """
 
     step: int
@@ -48,7 +48,7 @@ class BubbleReading:
     def of(cls, trace: StepTrace) -> BubbleReading:
         """Read a measured step."""
         expected, rows = expected_timeline(trace), trace.rows
-        seconds = bubble.busy_seconds(rows), bubble.waiting_seconds(rows), bubble.transfer_seconds(rows)
+        seconds = bubble.busy_seconds(rows), bubble.waiting_seconds(trace), bubble.transfer_seconds(trace)
         return cls(
             trace.step,
             bubble.idle_of(rows),

@@ -23,12 +23,13 @@ ROWS = (
         Span("send", 1, 0, 14.5, 15.0),
     ),
 )
+TRACE = StepTrace(0, Schedule.from_text("0F0 0B0 / 1F0 1B0"), ROWS)
 
 
 def test_seconds_by_hand():
     assert bubble.busy_seconds(ROWS) == (3.0, 3.0)
-    assert bubble.waiting_seconds(ROWS) == (4.0, 1.0)
-    assert bubble.transfer_seconds(ROWS) == (0.5, 0.5)
+    assert bubble.waiting_seconds(TRACE) == (3.5, 0.5)
+    assert bubble.transfer_seconds(TRACE) == (0.5, 0.5)
     assert bubble.span_seconds(ROWS) == (7.0, 3.0)
     assert bubble.makespan(ROWS) == 7.0
     assert bubble.idle_of(ROWS) == pytest.approx(1 - 6 / 14)
@@ -54,8 +55,7 @@ def test_a_rank_busy_beyond_the_step_is_refused():
 
 
 def test_measured_costs_by_hand():
-    trace = StepTrace(0, Schedule.from_text("0F0 0B0 / 1F0 1B0"), ROWS)
-    costs = bubble.measured_costs(trace)
+    costs = bubble.measured_costs(TRACE)
     assert costs.forward == [1.0, 1.0]
     assert costs.backward == [2.0, 2.0]
     assert costs.communication == {(0, 1): 0.5, (1, 0): 0.5}
