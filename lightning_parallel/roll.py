@@ -280,6 +280,7 @@ class Hub(Party):
             return True
         rank = _RANK.unpack(hello[_TOKEN_BYTES:])[0]
         self.peers[rank] = peer = Peer(stranger, Status(rank, None, ("", 0)), self.looked)
+        peer.tell("beat", self.own)  # at once, for the case that this rank does not live until the next one
         if self.failure is not None:
             peer.tell("failure", self.failure.to_bytes())
         if self.finished:
