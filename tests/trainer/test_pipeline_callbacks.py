@@ -113,8 +113,8 @@ def test_the_summary_is_of_the_last_fit(tmp_path):
     fit(tmp_path, [monitor], steps=4)
     idle = simulate(SCHEDULE, COSTS).idle
     assert monitor.summary() == (
-        f"bubble measured {idle:.4f} beside formula (D-1)/(M+D-1) = 0.2727, the schedule with the measured action times "
-        f"{idle:.4f} (1f1b, 4 stages, 8 micro-batches; idle share, median of 4 steps)"
+        f"bubble measured {idle:.4f} beside formula (D-1)/(M+D-1) = 0.2727, the schedule with the measured action "
+        f"times {idle:.4f} (1f1b, 4 stages, 8 micro-batches; idle share, median of 4 steps)"
     )
 
 
