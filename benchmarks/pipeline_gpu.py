@@ -1,0 +1,231 @@
+"""Ours through Trainer.fit against torch.distributed.pipelining in a bare loop, same model, same GPUs, one run.
+
+    torchrun --nproc-per-node 2 benchmarks/pipeline_gpu.py [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20]
+
+A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches; one stage a GPU. First, with a small
+model, losses are compared with one process. Beside the ratio: what one stage computes with nobody to wait for, times
+(D-1+M)/M, and each side's peak memory above what it held when its block of steps began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.pairs import Interleave, synchronize  # noqa: E402
+from lightning_parallel.demo.gpt import GPT  # noqa: E402
+from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
+
+PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+BAR = 1.02
+
+
+class BenchGPT(GPT):
+    """The demo's GPT with AdamW in one fused kernel, as the peer has it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class TorchStage(nn.Module):
+    """One stage's share of a GPT, as torch.distributed.pipelining wants it: tensor in, tensor out."""
+
+    def __init__(self, model: GPT, stage: int, num_stages: int) -> None:
+        super().__init__()
+        bounds = [s * len(model.blocks) // num_stages for s in range(num_stages + 1)]
+        self.first, self.last = stage == 0, stage == num_stages - 1
+        self.embedding, self.position = (model.embedding, model.position) if self.first else (None, None)
+        self.blocks = nn.ModuleList(model.blocks[bounds[stage] : bounds[stage + 1]])
+        self.norm, self.head = (model.norm, model.head) if self.last else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def torch_peer(make: Callable[[], GPT], schedule: str, batch: Tensor, microbatches: int) -> Callable[[], None]:
+    """One step of torch's pipeline with its optimizer; stage s on rank s."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
+    group = dist.new_group(list(range(world)), backend="nccl")
+    module = TorchStage(make(), rank, world).to(device, torch.bfloat16)
+    stage = PipelineStage(module, rank, world, device, group=group)
+    runner = PEERS[schedule](stage, microbatches, loss_fn=token_loss)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        runner.step(*((batch,) if rank == 0 else ()), **({"target": batch} if rank == world - 1 else {}))
+        optimizer.step()
+
+    return step
+
+
+def limit_ms(module: LightningModule, batch: Tensor, microbatches: int) -> float:
+    """Forward and backward of half-size work on one GPU without waiting: this rank's stage alone, in ms a step."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), batch.device
+    stage = TorchStage(make_model(module.hparams), rank, world).to(device, torch.bfloat16)
+    parts = batch.chunk(microbatches)
+    width = module.hparams["width"]
+
+    def once() -> None:
+        for part in parts:
+            x = part if rank == 0 else torch.randn(*part.shape, width, device=device, dtype=torch.bfloat16)
+            y = stage(x if rank == 0 else x.requires_grad_())
+            (token_loss(y, part) if rank == world - 1 else y.float().sum()).backward()
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    once()
+    begin.record()
+    once()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def make_model(hparams: dict, cls: type[GPT] = GPT) -> GPT:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return cls(**hparams)
+
+
+class Peak(Callback):
+    """Peak memory of our own step above what was allocated when it began, bytes."""
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._base = torch.cuda.memory_allocated()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        self.bytes = torch.cuda.max_memory_allocated() - self._base
+
+
+def trainer(devices: int, steps: int, precision: str, strategy: object, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        accelerator="cuda", devices=devices, strategy=strategy, precision=precision, max_steps=steps, max_epochs=-1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+
+
+def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, world: int) -> None:
+    hparams = dict(
+        vocabulary=args.vocabulary, context=length, width=args.width, num_blocks=args.layers, num_heads=args.width // 128,
+        tie_embeddings=False, explicit_mask=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, args.vocabulary, (rows * args.microbatches, length), generator=generator)
+    batch = tokens.cuda()
+    peak, peer_peak = Peak(), 0
+
+    def make_peer(module: LightningModule) -> Callable[[], None]:
+        nonlocal peer_peak
+        step = torch_peer(lambda: make_model(hparams), schedule, batch, args.microbatches)
+        step()
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        step()
+        synchronize()
+        peer_peak = torch.cuda.max_memory_allocated() - base
+        return step
+
+    block = max(1, args.block if rows * length > 2048 else 3 * args.block)
+    pairs = Interleave(make_peer, block=block, pairs=args.pairs, fence=lambda: dist.barrier(device_ids=[torch.cuda.current_device()]))
+    loader = [{"input_ids": tokens}] * pairs.steps
+    strategy = PipelineStrategy(schedule=schedule, num_microbatches=args.microbatches, partition="count", check_loss=False, receive_ahead=args.receive_ahead)
+    model = make_model(hparams, BenchGPT)
+    limits = []
+
+    class Limit(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            limits.append(limit_ms(pl_module, batch, args.microbatches))
+
+    trainer(world, pairs.steps, "bf16-true", strategy, [pairs, peak, Limit()]).fit(model, loader)
+    if int(os.environ["RANK"]) == 0:
+        bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
+        print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))
+        print(
+            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; rank 0 peak above start: ours"
+            f" {peak.bytes / 2**30:.2f} GiB, peer {peer_peak / 2**30:.2f} GiB",
+            flush=True,
+        )
+    del model, pairs
+    torch.cuda.empty_cache()
+
+
+def check_parity(world: int) -> None:
+    """A small fp32 model: three losses of the pipeline beside those of one process."""
+    hparams = dict(vocabulary=64, context=32, width=256, num_blocks=2 * world, num_heads=2)
+    tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(1))
+
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: dict, *args: object) -> None:
+            self.seen.append(outputs["loss"])
+
+    ours, plain = Losses(), Losses()
+    trainer(world, 3, "32", PipelineStrategy(num_microbatches=4), [ours]).fit(make_model(hparams), [{"input_ids": tokens}] * 3)
+    model = make_model(hparams)
+    optimizer = model.configure_optimizers()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model._loss({"input_ids": tokens.cuda()})
+        loss.backward()
+        optimizer.step()
+        plain.seen.append(loss.detach())
+    difference = max(abs(float(a) - float(b)) for a, b in zip(ours.seen, plain.seen, strict=True))
+    if int(os.environ["RANK"]) == 0:
+        print(f"parity on {world} GPUs: largest difference of three losses from one process {difference:.2e}", flush=True)
+    assert difference < 1e-4, difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", default=["1x1024", "4x2048"], help="rows x length of a micro-batch")
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], choices=list(PEERS))
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--block", type=int, default=2, help="steps of a block (three times as many for small micro-batches)")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--receive-ahead", type=int, default=1)
+    args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    world = int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if int(os.environ["RANK"]) == 0:
+        print(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}", flush=True)
+    check_parity(world)
+    for shape in args.tokens:
+        rows, length = map(int, shape.split("x"))
+        for schedule in args.schedules:
+            compare(schedule, rows, length, args, world)
+
+
+if __name__ == "__main__":
+    main()
