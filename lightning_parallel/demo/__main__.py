@@ -68,8 +68,8 @@ def _pieces(name: str) -> tuple:
 
     if name == "digits":
         return DigitsClassifier(width=256, num_layers=8), DigitsDataModule(batch_size=128), {"max_epochs": 8}
-    model = GPT(context=64, width=96, num_blocks=8, learning_rate=2e-3)
-    return model, TextDataModule(context=64, batch_size=32), {"max_steps": 60, "val_check_interval": 60}
+    model = GPT(context=64, width=96, num_blocks=8, learning_rate=1e-3)
+    return model, TextDataModule(context=64, batch_size=32), {"max_steps": 120, "val_check_interval": 120}
 
 
 def _run_all() -> int:
