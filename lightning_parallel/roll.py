@@ -187,7 +187,11 @@ class Party:
             peer.silent_since = peer.heard if peer.silent_since is None else peer.silent_since
             if not self._computes(peer, now):
                 silent = now - peer.silent_since
-                return lost(peer.status, f"not heard of for {silent:.0f} s (stopped, or its host is gone)")
+                return lost(
+                    peer.status.rank,
+                    peer.status.stage,
+                    f"not heard of for {silent:.0f} s (stopped, or its host is gone)",
+                )
         return None
 
     def _computes(self, peer: Peer, now: float) -> bool:
@@ -321,7 +325,7 @@ class Spoke(Party):
         return True
 
 
-def lost(status: Status, why: str) -> Failure:
+def lost(rank: int, stage: int | None, why: str) -> Failure:
     """The failure of a rank that cannot tell of it itself."""
-    where = "" if status.stage is None else f" (stage {status.stage})"
-    return Failure(status.rank, status.stage, headline=f"lost rank {status.rank}{where}: {why}")
+    where = "" if stage is None else f" (stage {stage})"
+    return Failure(rank, stage, headline=f"lost rank {rank}{where}: {why}")

@@ -95,7 +95,7 @@ class Watch:
 
         A failure of communication is the echo of another one as a rule: that one is waited for first, as in `cause`.
         """
-        return self._tell(error, where, _is_communication_error(error))
+        return self._tell(error, where, is_communication_error(error))
 
     def _tell(self, error: BaseException, where: str, is_echo: bool) -> StageError:
         if isinstance(error, StageError):
@@ -195,7 +195,8 @@ class Watch:
         if gone is not None and gone.gone_since is not None:
             hint = self.lost_hint(gone.status.rank)
             if hint is not None or now - gone.gone_since > _HINT_S:
-                failure = lost(gone.status, f"its process ended ({hint or 'killed, or out of memory'})")
+                why = f"its process ended ({hint or 'killed, or out of memory'})"
+                failure = lost(gone.status.rank, gone.status.stage, why)
         if failure is not None:
             party.learn(failure, failure.to_bytes())
 
@@ -325,7 +326,8 @@ def abort_device_groups() -> None:
             group._get_backend(torch.device("cuda")).abort()
 
 
-def _is_communication_error(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception is what a failure of another rank looks like from here."""
     text = str(error)
     signs = (
         "gloo",
