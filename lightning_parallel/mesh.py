@@ -54,7 +54,11 @@ def connect(host: str, port: int, rank: int, world_size: int, device: torch.devi
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
 
 
-def disconnect() -> None:
-    """Close every process group of this process."""
-    if dist.is_available() and dist.is_initialized():
+def disconnect(abort: bool = False) -> None:
+    """Close every process group of this process; after a failure without waiting for what is still on its way."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if abort and torch.cuda.is_available():
+        torch.distributed.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

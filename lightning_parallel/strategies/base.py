@@ -54,6 +54,7 @@ class MeshStrategy(ParallelStrategy):
         self.start_method, self.timeout, self.failure_patience = start_method, timeout, failure_patience
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
+        self._failed = False
 
     @property
     def is_distributed(self) -> bool:
@@ -124,9 +125,12 @@ class MeshStrategy(ParallelStrategy):
             )  # fmt: skip
         self._mesh = build_mesh(self.root_device.type, self.axes())
 
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
     def teardown(self) -> None:
         self._mesh = None
-        disconnect()
+        disconnect(abort=self._failed)
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
