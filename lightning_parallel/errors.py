@@ -41,6 +41,11 @@ class StageError(RuntimeError):
         super().__init__(message)
         self.rank, self.stage = rank, stage
 
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank that cannot say itself what happened to it, since it was killed or stopped."""
+        return self.rank if self.__cause__ is None else None
+
     def __reduce__(self) -> tuple:
         # Pickling drops __cause__, and the cause is the point of this class.
         cause = None if self.__cause__ is None else _pack(self.__cause__, "")
@@ -95,7 +100,7 @@ class Failure:
         error = StageError(self.message(stopped), self.rank, self.stage)
         error.__cause__ = self.error
         if self.error is not None and self.traceback_text:
-            _add_note(self.error, f"on rank {self.rank}:\n{self.traceback_text.rstrip()}")
+            add_note(self.error, f"on rank {self.rank}:\n{self.traceback_text.rstrip()}")
         return error
 
     def message(self, stopped: Iterable[int] = ()) -> str:
@@ -157,7 +162,7 @@ def _unpack(packed: tuple[bytes | None, tuple[str, str, str]]) -> BaseException:
     return RemoteError(*spare)
 
 
-def _add_note(error: BaseException, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
     """`BaseException.add_note` for Python 3.10 too (where only pytest shows it); the same note is not added twice."""
     notes = getattr(error, "__notes__", [])
     if text not in notes:

@@ -19,6 +19,18 @@ from lightning_parallel.errors import StageError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+# Hooks that run once, for which the loop's counters say nothing.
+_ONCE = (
+    "on_fit_",
+    "on_train_start",
+    "on_train_end",
+    "setup",
+    "teardown",
+    "configure_",
+    "prepare_data",
+    "train_dataloader",
+)
+
 
 @contextmanager
 def reported(strategy: Any, trainer: Trainer | None) -> Iterator[None]:
@@ -55,12 +67,14 @@ def where_of(trainer: Trainer | None, error: BaseException) -> str:
     hook = getattr(module, "_current_fx_name", None)
     if any("/torch/utils/data/" in file for file in files) or type(error).__module__.startswith("torch.utils.data"):
         hook = "the data loader"
-    return f"{hook or trainer.state.fn or 'the run'}{_when(trainer)}"
+    return f"{hook or trainer.state.fn or 'the run'}{_when(trainer, hook or '')}"
 
 
-def _when(trainer: Trainer) -> str:
-    if not trainer.training:
+def _when(trainer: Trainer, hook: str) -> str:
+    if not trainer.training or hook.startswith(_ONCE):
         return ""
+    if "epoch" in hook:
+        return f" (epoch {trainer.current_epoch})"
     return f" (epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx})"
 
 

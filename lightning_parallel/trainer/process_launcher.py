@@ -1,7 +1,7 @@
 """`start_method="fork"` and `"spawn"`: ranks are processes of this one, which waits for them.
 
-The one idea: whatever a rank raises, the parent raises, with the user's own exception as the cause. No rank outlives the
-call, and the results of rank 0 (weights, metrics, callbacks' state) come back. Left out: several hosts.
+The one idea: whatever a rank raises, the parent raises, with the user's own exception as the cause. No rank outlives
+the call, and what rank 0 has (weights, metrics, callbacks' state) comes back. Left out: several hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.errors import Failure, StageError, add_note
 from lightning_parallel.roll import lost
 from lightning_parallel.trainer.failures import exit_hint, reported, tell
 from lightning_parallel.watch import Watch, is_communication_error
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _LOOK_S = 0.2
-_TERMINATE_S = 2.0
+_TERMINATE_S = 1.5
 _SIGTERM_S = 25.0
 
 
@@ -53,7 +53,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         patience_s: how long the other ranks may take to end by themselves after a failure.
     """
 
-    def __init__(self, strategy: Any, start_method: Any, patience_s: float = 15.0) -> None:
+    def __init__(self, strategy: Any, start_method: Any, patience_s: float = 8.0) -> None:
         super().__init__(strategy, start_method)
         self._strategy: Any = strategy
         self._patience_s = patience_s
@@ -156,8 +156,9 @@ class _Children:
         self.processes: list[Any] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, Any] = {}
-        self._errors: list[tuple[int, BaseException]] = []  # in the order in which they came
+        self._errors: list[BaseException] = []  # in the order in which they came
         self._deadline, self._terminated = float("inf"), False
+        self._given_up: set[int] = set()
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe(duplex=False)
@@ -194,21 +195,29 @@ class _Children:
         if returned:
             self._answers[rank] = value
         else:
-            self._errors.append((rank, Failure.from_bytes(value).error or RuntimeError()))
+            self._errors.append(_with_traceback(Failure.from_bytes(value)))
+            self._give_up(getattr(self._errors[-1], "lost_rank", None))
         return returned
+
+    def _give_up(self, lost_rank: int | None) -> None:
+        """A rank that the others have lost is not waited for."""
+        if lost_rank is not None and self.processes[lost_rank].is_alive():
+            self._given_up.add(lost_rank)
+            self.processes[lost_rank].kill()
 
     def _raise(self) -> NoReturn:
         """The exception that the run ends with: the first that is not the echo of another."""
-        dead = {rank: hint for rank, child in enumerate(self.processes) if (hint := _killed(child.exitcode))}
-        errors = sorted((error for _, error in self._errors), key=is_communication_error)
+        codes = {rank: child.exitcode for rank, child in enumerate(self.processes) if rank not in self._given_up}
+        dead = {rank: hint for rank, code in codes.items() if (hint := _killed(code))}
+        errors = sorted(self._errors, key=is_communication_error)
         error = errors[0] if errors else None
-        if isinstance(error, StageError) and error.__cause__ is None and error.rank in dead:
-            self._raise_lost(error.rank, error.stage, dead[error.rank])
+        if isinstance(error, StageError) and (lost_rank := error.lost_rank) in dead:
+            self._raise_lost(lost_rank, error.stage, dead[lost_rank])
         if dead and (error is None or is_communication_error(error)):
             rank = min(dead)
             self._raise_lost(rank, None, dead[rank])
         if error is None:
-            rank, code = next((r, c.exitcode) for r, c in enumerate(self.processes) if r not in self._answers)
+            rank, code = next((rank, code) for rank, code in codes.items() if rank not in self._answers)
             self._raise_lost(rank, None, exit_hint(code) or "it did not end by itself")
         raise error
 
@@ -241,13 +250,23 @@ class _Children:
 
     def end(self) -> None:
         """Leave no process behind."""
-        for signum in (signal.SIGTERM, signal.SIGKILL):
+        for signum in (0, signal.SIGTERM, signal.SIGKILL):  # 0: those that have answered are about to end
             self._signal(signum)
             deadline = time.monotonic() + _TERMINATE_S
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
         for pipe in self._pipes:
             pipe.close()
+
+
+def _with_traceback(failure: Failure) -> BaseException:
+    """The exception as it came, with the traceback that it had in its own process."""
+    error = failure.error
+    assert error is not None
+    origin = error.__cause__ or error
+    if not getattr(origin, "__notes__", None):  # a StageError of another rank than this one has it already
+        add_note(origin, f"on rank {failure.rank}:\n{failure.traceback_text.rstrip()}")
+    return error
 
 
 def _killed(code: int | None) -> str | None:
@@ -291,7 +310,7 @@ def _fail(
 ) -> NoReturn:
     """Tell the parent first, since the rest may not come to an end."""
     shown = error if isinstance(error, Exception) else tell(launcher._strategy, trainer, error) or error
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error.__cause__ or error))
     pipe.send_bytes(pickle.dumps((False, Failure(rank, error=shown, traceback_text=text).to_bytes())))
     with suppress(Exception):
         launcher._strategy.on_exception(error)

@@ -40,7 +40,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         patience_s: how long the other ranks may take to end after a failure, once rank 0's script has ended.
     """
 
-    def __init__(self, strategy: Any, patience_s: float = 15.0) -> None:
+    def __init__(self, strategy: Any, patience_s: float = 6.0) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy, self._patience_s = strategy, patience_s
 
@@ -56,8 +56,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         try:
             with reported(self._strategy, trainer):
                 return function(*args, **kwargs)
-        except BaseException:
-            _family.failed = True
+        except BaseException as error:
+            _family.fail(error)
             raise
         finally:
             _family.disperse()
@@ -95,6 +95,13 @@ class _Family:
             watch.lost_hint = self._hint
         else:
             _prctl_pr_set_pdeathsig(0)  # the watch tells more gently that rank 0 is gone
+
+    def fail(self, error: BaseException) -> None:
+        """A run failed on this rank; a child that the others have lost is not waited for."""
+        self.failed = True
+        lost_rank = getattr(error, "lost_rank", None)
+        if lost_rank is not None and 1 <= lost_rank <= len(self.children):
+            self.children[lost_rank - 1].kill()
 
     def disperse(self) -> None:
         self._awaited_for = None
