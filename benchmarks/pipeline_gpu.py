@@ -24,6 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pairs import Interleave, synchronize  # noqa: E402
@@ -109,6 +110,10 @@ def make_model(hparams: dict, cls: type[GPT] = GPT) -> GPT:
         return cls(**hparams)
 
 
+def repeat(batch: dict[str, Tensor], steps: int) -> DataLoader:
+    return DataLoader([batch] * steps, batch_size=None, pin_memory=True)
+
+
 class Peak(Callback):
     """Peak memory of our own step above what was allocated when it began, bytes."""
 
@@ -152,7 +157,7 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
 
     block = max(1, args.block if rows * length > 2048 else 3 * args.block)
     pairs = Interleave(make_peer, block=block, pairs=args.pairs, fence=lambda: dist.barrier(device_ids=[torch.cuda.current_device()]))
-    loader = [{"input_ids": tokens}] * pairs.steps
+    loader = repeat({"input_ids": tokens}, pairs.steps)
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=args.microbatches, partition="count", check_loss=False, receive_ahead=args.receive_ahead)
     model = make_model(hparams, BenchGPT)
     limits = []
@@ -187,7 +192,7 @@ def check_parity(world: int) -> None:
             self.seen.append(outputs["loss"])
 
     ours, plain = Losses(), Losses()
-    trainer(world, 3, "32", PipelineStrategy(num_microbatches=4), [ours]).fit(make_model(hparams), [{"input_ids": tokens}] * 3)
+    trainer(world, 3, "32", PipelineStrategy(num_microbatches=4), [ours]).fit(make_model(hparams), repeat({"input_ids": tokens}, 3))
     model = make_model(hparams)
     optimizer = model.configure_optimizers()
     for _ in range(3):

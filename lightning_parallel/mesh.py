@@ -49,16 +49,24 @@ def connect(host: str, port: int, rank: int, world_size: int, device: torch.devi
         _stores[address] = store
     _runs[address] = _runs.get(address, 0) + 1
     store = dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+    # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     options = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
 
 
-def disconnect(abort: bool = False) -> None:
-    """Close every process group of this process; after a failure without waiting for what is still on its way."""
+def disconnect(failed: bool = False) -> None:
+    """Close every process group of this process; after a failure without waiting for what is still on its way.
+
+    NCCL communicators are aborted: all work is done by then, and an orderly end would wait for groups that others opened.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    if abort and torch.cuda.is_available():
-        torch.distributed.distributed_c10d._abort_process_group()
-    else:
+    if "nccl" not in dist.get_backend_config():
         dist.destroy_process_group()
+        return
+    if not failed:
+        torch.cuda.synchronize()
+        dist.all_reduce(torch.zeros(1))
+    dist.distributed_c10d._abort_process_group()

@@ -93,7 +93,8 @@ class Pipeline:
 
     def signatures(self, kind: str, parts: Sequence[Any]) -> list[Hashable]:
         """What decides the shapes in a step, for each micro-batch; equal on all ranks."""
-        trainable = sum(1 << i for i, parameter in enumerate(self._all) if parameter.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = tuple(parameter.requires_grad for parameter in self._all)
         mode = (kind, self.model.training, torch.is_grad_enabled(), trainable)
         return [(*mode, microbatch.signature(part)) for part in parts]
 

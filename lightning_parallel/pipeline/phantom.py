@@ -152,6 +152,8 @@ def describe(tree: Any) -> Any:
 
 def summon(tree: Any, device: torch.device, origin: str) -> Any:
     """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`."""
+    if isinstance(tree, TensorMeta):
+        return Phantom(_meta_like(tree), device, origin)
     return tree_map(lambda x: Phantom(_meta_like(x), device, origin) if isinstance(x, TensorMeta) else x, tree)
 
 

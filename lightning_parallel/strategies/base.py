@@ -130,7 +130,7 @@ class MeshStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         self._mesh = None
-        disconnect(abort=self._failed)
+        disconnect(self._failed)
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
