@@ -3,6 +3,8 @@
 Each model is a run of its own (``python -m lightning_parallel.demo digits``), so that each may start its processes.
 """
 
+import logging
+import os
 import subprocess
 import sys
 import time
@@ -38,6 +40,7 @@ def train(name: str) -> None:
     from lightning_parallel.strategies import PipelineStrategy
 
     ignore_third_party_warnings()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     model, data, length = _pieces(name)
@@ -68,8 +71,9 @@ def _pieces(name: str) -> tuple:
 
     if name == "digits":
         return DigitsClassifier(width=256, num_layers=8), DigitsDataModule(batch_size=128), {"max_epochs": 8}
-    model = GPT(context=64, width=96, num_blocks=8, learning_rate=1e-3)
-    return model, TextDataModule(context=64, batch_size=32), {"max_steps": 120, "val_check_interval": 120}
+    model = GPT(context=64, width=64, num_blocks=8, learning_rate=1e-3)
+    length = {"max_epochs": 1, "limit_train_batches": 120, "limit_val_batches": 8}
+    return model, TextDataModule(context=64, batch_size=32), length
 
 
 def _run_all() -> int:
@@ -77,6 +81,8 @@ def _run_all() -> int:
     formula = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
     print(f"{STAGES} CPU processes, one stage each; schedule 1F1B with {MICROBATCHES} micro-batches a step.")
     print(f"Bubble by the formula (D-1)/(M+D-1), where every stage costs the same: {formula:.1%}.")
+    if (cores := os.cpu_count() or 1) < STAGES:
+        print(f"This machine has {cores} cores for them: waiting for a core counts as bubble too, so expect more.")
     for name, what in RUNS.items():
         print(f"\n== {name}: {what}\n", flush=True)
         status = subprocess.run([sys.executable, "-m", "lightning_parallel.demo", name]).returncode

@@ -5,7 +5,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -70,7 +69,6 @@ class DigitsClassifier(LightningModule):
             layers += [nn.Linear(inputs, width), nn.ReLU()]
             layers += [nn.Dropout(dropout)] if dropout else []
         self.net = nn.Sequential(*layers, nn.Linear(width, 10))
-        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
         """Pixels float [B, 64] to logits [B, 10]."""
@@ -83,18 +81,16 @@ class DigitsClassifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        x, y = batch
-        logits = self(x)
-        self.accuracy(logits, y)
-        self.log("val_loss", F.cross_entropy(logits, y), prog_bar=True)
-        self.log("val_accuracy", self.accuracy, prog_bar=True)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
         x, y = batch
         logits = self(x)
-        self.accuracy(logits, y)
-        self.log("test_loss", F.cross_entropy(logits, y))
-        self.log("test_accuracy", self.accuracy)
+        self.log(f"{stage}_loss", F.cross_entropy(logits, y), prog_bar=True)
+        self.log(f"{stage}_accuracy", (logits.argmax(-1) == y).float().mean(), prog_bar=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self(batch[0]).argmax(-1)
