@@ -115,6 +115,8 @@ class Fails(LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 2:
+            if self.trainer.current_epoch == 0:
+                os.write(1, f"rank {self.trainer.global_rank} is {os.getpid()}\n".encode())
             self.maybe("training_step")
         loss = self.layer(batch).square().mean()
         self.log("loss", loss)
@@ -158,13 +160,14 @@ def main() -> None:
     parser.add_argument("--how", default="raise")
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--sigterm-every", type=int, default=0)
+    parser.add_argument("--start-method", default="popen")
     parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
     if options.where == "import" and os.environ.get("LOCAL_RANK", "0") == str(options.rank):
         import a_module_that_is_not_installed  # noqa: F401
     if options.where == "early" and os.environ.get("LOCAL_RANK", "0") == str(options.rank):
         raise SystemExit(0)
-    trainer = make_trainer(WatchedStrategy("popen", options.sigterm_every), max_epochs=options.epochs)
+    trainer = make_trainer(WatchedStrategy(options.start_method, options.sigterm_every), max_epochs=options.epochs)
     trainer.fit(Fails(options.where, options.rank, options.how))
     print(f"rank {trainer.global_rank} has trained", flush=True)
 
