@@ -36,19 +36,19 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def connect(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
-    """Open the default process group: gloo for host tensors, NCCL beside it on CUDA.
-
-    The store behind it lives as long as the process and every run gets its own prefix in it, so that `fit` and then
-    `validate` in one process never race for a port.
-    """
+def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of one run. Behind it is one connection for the life of the process, in which every run has its own keys,
+    so that `fit` and then `validate` in one process never race for a port."""
     address = (host, port)
     if address not in _stores:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)))
-        _stores[address] = store
+        _stores[address] = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)))[0]
     _runs[address] = _runs.get(address, 0) + 1
-    store = dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+    return dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+
+
+def connect(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    """Open the default process group: gloo for host tensors, NCCL beside it on CUDA."""
     # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

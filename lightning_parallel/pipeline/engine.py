@@ -128,7 +128,10 @@ class Engine:
                     self._post(coming, work)
                 self._run_action(action, work, marks.moments)
             except Exception as error:
-                raise self.fail(error, action) from error
+                failure = self.fail(error, action)
+                if failure is error:
+                    raise
+                raise failure from failure.__cause__
         self._held.clear()
         return self._results
 

@@ -7,7 +7,8 @@ Left out: anything a model's parameters or steps undergo; that is the subclass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +17,15 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_parallel.mesh import build_mesh, connect, disconnect
+from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
+from lightning_parallel.trainer.failures import tell
+from lightning_parallel.trainer.sigterm import replace_sigterm_broadcast
+from lightning_parallel.watch import Patience, Watch, abort_device_groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,11 +42,11 @@ class MeshStrategy(ParallelStrategy):
         start_method: how `Trainer` starts the other ranks of this host: "popen" runs the script again (the default),
             "fork" works in notebooks, "spawn" in scripts without side effects. Under torchrun or SLURM none is used.
         timeout: how long a collective may take before it fails.
-        failure_patience: seconds after which a rank without a sign of life is declared lost.
+        patience: how long to wait for ranks without a sign of life, or that all wait for each other; see `Patience`.
     """
 
     def __init__(
-        self, start_method: StartMethod = "popen", timeout: timedelta = timedelta(minutes=30), failure_patience: float = 20.0,
+        self, start_method: StartMethod = "popen", timeout: timedelta = timedelta(minutes=30), patience: Patience | None = None,
         parallel_devices: list[torch.device] | None = None, cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None, precision_plugin: Precision | None = None,
     ) -> None:  # fmt: skip
@@ -51,10 +56,11 @@ class MeshStrategy(ParallelStrategy):
             parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )  # fmt: skip
-        self.start_method, self.timeout, self.failure_patience = start_method, timeout, failure_patience
+        self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
-        self._failed = False
+        self.watch: Watch | None = None
+        self._restore_sigterm: Callable[[bool], None] = lambda failed: None
 
     @property
     def is_distributed(self) -> bool:
@@ -106,9 +112,7 @@ class MeshStrategy(ParallelStrategy):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        alone = self.num_processes * self.num_nodes == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
+        if self.num_processes * self.num_nodes > 1:
             from lightning_parallel.trainer.launchers import make_launcher
 
             self._launcher = make_launcher(self)
@@ -116,21 +120,45 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        environment = self.cluster_environment
+        environment, rank, world = self.cluster_environment, self.global_rank, self.world_size
         assert environment is not None
-        if not dist.is_initialized():
-            connect(
-                environment.main_address, environment.main_port, self.global_rank, self.world_size, self.root_device,
-                self.timeout,
-            )  # fmt: skip
-        self._mesh = build_mesh(self.root_device.type, self.axes())
+        host, device = environment.main_address, self.root_device
+        store = open_store(host, environment.main_port, rank, world, self.timeout)
+        self.watch = Watch(rank, world, store, host=host, patience=self.patience)
+        if hasattr(self.launcher, "joined"):
+            self.launcher.joined(self.watch)
+        with self.watch.opening():
+            connect(store, rank, world, device, self.timeout)
+            self._mesh = build_mesh(device.type, self.axes())
+            self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
+        if device.type == "cuda":
+            self.watch.on_abort(abort_device_groups)
+
+    def watch_signals(self, trainer: Trainer) -> None:
+        """Agree on SIGTERM on the host instead of before every batch on the device; for `setup` of a subclass to call."""
+        if self._sigterm_group is not None:
+            self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
 
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
+        tell(self, getattr(self.lightning_module, "_trainer", None), exception)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this run has failed, on whichever rank."""
+        return self.watch is not None and self.watch.failure is not None
 
     def teardown(self) -> None:
+        failed = self.failed
+        self._restore_sigterm(failed)
+        self._restore_sigterm = lambda failed: None
+        if not failed:
+            self._keep_weights()
+            self.barrier("teardown")
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None if not failed else self.watch
         self._mesh = None
-        disconnect(self._failed)
+        disconnect(failed)
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -138,19 +166,31 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
 
+    def _keep_weights(self) -> None:
+        """Forked and spawned ranks end with the run: hand the trained weights to the process that started them."""
+        module = self.lightning_module
+        if hasattr(self.launcher, "keep_weights") and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self.launcher.keep_weights(self.lightning_module_state_dict)
+
+    def blocked(self, what: str) -> AbstractContextManager[None]:
+        """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""
+        return nullcontext() if self.watch is None else self.watch.blocked(what)
+
     # -- collectives, by what Lightning means by them ---------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the mesh, on the host."""
         if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1))
+            with self.blocked(f"the other ranks at barrier {name or ''}".rstrip()):
+                dist.all_reduce(torch.zeros(1))
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every rank of the mesh the object of rank `src`."""
         if not dist.is_initialized():
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src, device=torch.device("cpu"))
+        with self.blocked(f"an object of rank {src}"):
+            dist.broadcast_object_list(box, src, device=torch.device("cpu"))
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
@@ -171,7 +211,8 @@ class MeshStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return decision
         vote = torch.tensor(int(decision))
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        with self.blocked("the other ranks' decision"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(vote)
 
     def setup(self, trainer: Trainer) -> None:

@@ -35,6 +35,7 @@ from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.refusals import refuse_unsupported
 from lightning_parallel.trainer.step_log import LogSpreader, StepLog
+from lightning_parallel.watch import Patience
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,7 +59,7 @@ class PipelineStrategy(MeshStrategy):
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         receive_ahead: how many coming actions have their receives posted early.
-        start_method, timeout, failure_patience, **kwargs: see `MeshStrategy`.
+        start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -73,9 +74,9 @@ class PipelineStrategy(MeshStrategy):
         self, schedule: str | Path | Schedule = "1f1b", num_microbatches: int | None = None, blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters", stages: Mapping[str, int] | None = None, loss_weight: LossWeight | None = None,
         check_loss: bool = True, dynamic_shapes: bool = False, receive_ahead: int = 1, start_method: StartMethod = "popen",
-        timeout: timedelta = timedelta(minutes=30), failure_patience: float = 20.0, **kwargs: Any,
+        timeout: timedelta = timedelta(minutes=30), patience: Patience | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(start_method=start_method, timeout=timeout, failure_patience=failure_patience, **kwargs)
+        super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         if num_microbatches is not None and num_microbatches < 1:
             raise ValueError(f"PipelineStrategy(num_microbatches={num_microbatches}): a batch has at least one micro-batch.")
         self.schedule = _read_schedule(schedule, num_microbatches)
@@ -121,15 +122,16 @@ class PipelineStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self.watch_signals(trainer)
         refuse_unsupported(trainer, self)
         Engine.refuse(self.schedule_for(self._default_microbatches()))
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
-        self._pipeline = Pipeline(
-            self.lightning_module, ranks, self.root_device, blocks=self.blocks, partition=self.partition, stages=self.stages,
-            dynamic_shapes=self.dynamic_shapes, receive_ahead=self.receive_ahead, fail=self._stage_error, waiting=self._waiting,
-        )  # fmt: skip
+        assert self.watch is not None
+        self.watch.stage = self.stage
+        with self.watch.opening():
+            self._pipeline = self._assemble()
         schedule = self.schedule_for(self._default_microbatches())
+        ranks = self.pipeline.ranks
         self._row = schedule.placement[0, self.stage]
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
@@ -146,6 +148,14 @@ class PipelineStrategy(MeshStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
+    def _assemble(self) -> Pipeline:
+        assert self.lightning_module is not None
+        ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
+        return Pipeline(
+            self.lightning_module, ranks, self.root_device, blocks=self.blocks, partition=self.partition, stages=self.stages,
+            dynamic_shapes=self.dynamic_shapes, receive_ahead=self.receive_ahead, fail=self._stage_error, waiting=self.blocked,
+        )  # fmt: skip
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""
         super().setup_optimizers(trainer)
@@ -155,12 +165,14 @@ class PipelineStrategy(MeshStrategy):
         self.pipeline.to_device(self.root_device)
 
     def teardown(self) -> None:
-        if self._pipeline is not None:
-            _optimizers_to_device(self.optimizers, torch.device("cpu"))
-            self.pipeline.to_device(torch.device("cpu"))
-            self.pipeline.close()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        failed = self.failed
         super().teardown()
+        if self._pipeline is not None:
+            self.pipeline.close()
+            if not failed:  # after a failure the device may never answer
+                _optimizers_to_device(self.optimizers, torch.device("cpu"))
+                self.pipeline.to_device(torch.device("cpu"))
 
     # -- schedules -----------------------------------------------------------------------------------------------------
 
@@ -298,11 +310,9 @@ class PipelineStrategy(MeshStrategy):
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _stage_error(self, error: Exception, action: Action) -> Exception:
-        return error
-
-    @contextmanager
-    def _waiting(self, what: str) -> Any:
-        yield
+        assert self.watch is not None
+        work = "forward" if action.kind == "F" else "backward"
+        return self.watch.report(error, f"the {work} of micro-batch {action.microbatch}")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
