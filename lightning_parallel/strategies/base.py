@@ -7,7 +7,7 @@ Left out: anything a model's parameters or steps undergo; that is the subclass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
 from lightning_parallel.trainer.failures import tell
-from lightning_parallel.trainer.sigterm import replace_sigterm_broadcast
+from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 from lightning_parallel.watch import Patience, Watch, abort_device_groups
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
         self.watch: Watch | None = None
-        self._restore_sigterm: Callable[[bool], None] = lambda failed: None
+        self._restore_sigterm = Restore()
 
     @property
     def is_distributed(self) -> bool:
@@ -150,13 +150,11 @@ class MeshStrategy(ParallelStrategy):
     def teardown(self) -> None:
         failed = self.failed
         self._restore_sigterm(failed)
-        self._restore_sigterm = lambda failed: None
-        if not failed:
+        if self.watch is not None and not failed:
             self._keep_weights()
             self.barrier("teardown")
         if self.watch is not None:
             self.watch.stop()
-            self.watch = None if not failed else self.watch
         self._mesh = None
         disconnect(failed)
         self.precision_plugin.teardown()
