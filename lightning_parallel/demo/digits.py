@@ -45,7 +45,7 @@ class DigitsDataModule(LightningDataModule):
     predict_dataloader = val_dataloader
 
     def _loader(self, data: Dataset[tuple[Tensor, ...]], shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(data, self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
 class DigitsClassifier(LightningModule):

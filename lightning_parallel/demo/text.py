@@ -58,10 +58,12 @@ class TextDataModule(LightningDataModule):
         return "".join(topics.values()).encode()
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+        return DataLoader(
+            self.train, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
+        )
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self.validation, self.batch_size, num_workers=self.num_workers)
+        return DataLoader(self.validation, batch_size=self.batch_size, num_workers=self.num_workers)
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader

@@ -1,5 +1,7 @@
 """The demo's modules are ordinary: each trains on one device under a plain Trainer and gets better."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
@@ -34,6 +36,22 @@ def _seed():
 def test_digits_learns(tmp_path):
     trainer = trained(DigitsClassifier(num_layers=4), DigitsDataModule(), tmp_path, steps=72)
     assert trainer.callback_metrics["val_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "shape"),
+    [
+        (partial(DigitsClassifier, num_layers=2), DigitsDataModule(), (64,)),
+        (partial(GPT, width=8, num_blocks=1, context=16), TextDataModule(context=16), (32,)),
+        (partial(HuggingFaceLM, width=8, num_blocks=1, context=16), TextDataModule(context=16), (32,)),
+    ],
+)
+def test_every_model_tests_and_predicts(tmp_path, build, data, shape):
+    model = build()
+    quiet = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", limit_test_batches=2, limit_predict_batches=2, **quiet)
+    assert "test_loss" in trainer.test(model, data, verbose=False)[0]
+    assert [rows.shape for rows in trainer.predict(model, data)] == [shape, shape]
 
 
 def test_digits_parts_are_disjoint_and_the_same_each_time():
