@@ -89,7 +89,9 @@ def _join(received: Sequence[Received], sizes: Sequence[int]) -> Received:
 
     values = {}
     for position, tensor in first[0].items():
-        column = [inputs[0][position] for inputs in received]
+        if any(position not in inputs for inputs, _ in received):
+            continue  # came with the first micro-batch of a signature only: this stage needs no such value
+        column = [inputs[position] for inputs, _ in received]
         by_rows = tensor.dim() > 0 and all(t.shape[0] == size for t, size in zip(column, sizes, strict=True))
         values[position] = torch.cat(column) if by_rows else tensor
     return values, {name: tree_map(whole, output) for name, output in first[1].items()}
