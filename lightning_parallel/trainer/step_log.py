@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ _SIGNATURE = inspect.signature(LightningModule.log)
 
 @dataclass
 class LogCall:
-    """One joined `self.log` call: its name, its value (tensor, number, or None until it arrives) and its options."""
+    """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number."""
 
     name: str
     value: Any
     options: dict[str, Any]
-    is_tensor: bool
+    dtype: torch.dtype | None
 
 
 class StepLog:
@@ -93,7 +94,7 @@ class StepLog:
         values = [note[1] for note in notes]
         if len(values) > 1:
             values = [_reduce(values, [weights[note[0]] for note in notes], options.get("reduce_fx", "mean"))]
-        return LogCall(name, values[0], options, isinstance(values[0], Tensor))
+        return LogCall(name, values[0], options, _dtype(values[0]))
 
 
 def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
@@ -117,32 +118,32 @@ class LogSpreader:
 
     def __init__(self, strategy: Strategy, source: int, broadcast: Callable[[Tensor], None]) -> None:
         self.strategy, self.source, self._broadcast = strategy, source, broadcast
-        self._structures: list[Any] = []
+        self._structures: list[tuple[torch.dtype | None, list[Any]]] = []
+        # Lightning's advice for ranks that see different rows; here every rank logs the loss stage's value.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
     def spread(self, loss: Tensor | None, calls: list[LogCall] | None, device: torch.device) -> tuple[Tensor, list[LogCall]]:
         """Give every rank the loss (zero where the step has none) and the calls; `calls` is None off the loss stage."""
-        structure = self._agree(calls)
+        dtype, structure = self._agree(loss, calls)
         values = torch.zeros(1 + len(structure), dtype=torch.float64, device=device)
         if calls is not None:
-            if loss is not None:
-                values[0] = loss.detach()
-            for i, call in enumerate(calls):
-                if call.is_tensor:
-                    values[i + 1] = call.value.detach()
+            for i, value in enumerate([0.0 if loss is None else loss, *(call.value for call in calls)]):
+                if isinstance(value, Tensor):
+                    values[i] = value.detach()
                 else:
-                    values[i + 1].fill_(float(call.value))
+                    values[i].fill_(float(value))
         self._broadcast(values)
-        told = calls if calls is not None else [LogCall(n, None, o, t) for n, o, t in structure]
+        told = calls if calls is not None else [LogCall(name, None, options, kind) for name, options, kind in structure]
         for i, call in enumerate(told):
-            call.value = values[i + 1].to(torch.get_default_dtype())
-        return values[0].to(torch.get_default_dtype()), told
+            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
+        return values[0].to(dtype or torch.get_default_dtype()), told
 
-    def _agree(self, calls: list[LogCall] | None) -> list[Any]:
+    def _agree(self, loss: Tensor | None, calls: list[LogCall] | None) -> tuple[torch.dtype | None, list[Any]]:
         index = torch.zeros(1, dtype=torch.int64)
-        mine: list[Any] = []
+        mine: tuple[torch.dtype | None, list[Any]] = (_dtype(loss), [])
         if calls is not None:
-            mine = [(call.name, call.options, call.is_tensor) for call in calls]
-            known = next((i for i, structure in enumerate(self._structures) if _same(structure, mine)), -1)
+            mine[1].extend((call.name, call.options, call.dtype) for call in calls)
+            known = next((i for i, structure in enumerate(self._structures) if structure == mine), -1)
             index.fill_(known)
         self._broadcast(index)
         if int(index) >= 0:
@@ -152,5 +153,5 @@ class LogSpreader:
         return structure
 
 
-def _same(structure: list[Any], other: list[Any]) -> bool:
-    return len(structure) == len(other) and all(a == b for a, b in zip(structure, other, strict=True))
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None
