@@ -38,8 +38,8 @@ _live: "weakref.WeakSet[Watch]" = weakref.WeakSet()
 class Watch:
     """Watches over the ranks of a run. Every rank makes one, in the same order, before it opens its process groups.
 
-    Three plain attributes may be set at any time, also in a hot loop: ``waiting`` (what the main thread is blocked in,
-    as in ``"F3 from rank 0"``, or None), ``progress`` (a number that changes as the rank gets on) and ``stage``.
+    Two plain attributes may be set at any time, also in a hot loop: ``waiting`` (what the main thread is blocked in, as
+    in ``"F3 from rank 0"``, or None) and ``progress`` (a number that changes as the rank gets on).
 
     Args:
         rank: global rank.
@@ -55,7 +55,7 @@ class Watch:
         self, rank: int, world_size: int, store: dist.Store | None = None, *, host: str = "127.0.0.1",
         stage: int | None = None, patience: Patience | None = None, exit: Callable[[int], object] = os._exit,
     ) -> None:  # fmt: skip
-        self.rank, self.world_size, self.stage = rank, world_size, stage
+        self.rank, self.world_size, self._stage = rank, world_size, stage
         self.waiting: str | None = None
         self.progress = 0
         self.patience = patience or Patience()
@@ -89,6 +89,16 @@ class Watch:
         return Spoke(own, self.patience, self.world_size).open(store, key)
 
     # -- what the main thread calls ------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int | None:
+        """Pipeline stage of this rank, for messages; rank 0 is told at once when it is set."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: int | None) -> None:
+        self._stage, self._next_beat = stage, 0.0
+        self._nudge()
 
     def report(self, error: BaseException, where: str = "") -> StageError:
         """Tell all ranks of an exception and return what to raise. The first report of a run wins, on every rank.
@@ -187,8 +197,8 @@ class Watch:
         if state != self._state or self.waiting is None:
             self._state, self._since = state, now
         if now >= self._next_beat:
+            self._next_beat = now + self.patience.beat_s  # first, since setting `stage` takes it back
             party.beat(Status(self.rank, self.stage, self._process, self.waiting, now - self._since))
-            self._next_beat = now + self.patience.beat_s
 
     def _judge(self, party: Party, now: float) -> None:
         failure, gone = party.judge(now), party.gone()

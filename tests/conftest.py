@@ -1,4 +1,4 @@
-"""What every test starts from: one torch thread, the same seeds, loopback only. Warnings are errors in pyproject.toml."""
+"""What every test starts from: one torch thread, the same seeds, loopback only. Warnings are errors (pyproject)."""
 
 import os
 import random

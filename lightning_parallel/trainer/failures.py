@@ -55,6 +55,11 @@ def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> StageE
     return None if watch is None else watch.report(error, where_of(trainer, error))
 
 
+def report_exception(strategy: Any, error: BaseException) -> None:
+    """What a strategy does in `on_exception`; also in a parent of forked ranks, where the module has no Trainer."""
+    tell(strategy, getattr(strategy._lightning_module, "_trainer", None), error)
+
+
 def where_of(trainer: Trainer | None, error: BaseException) -> str:
     """Which part of the user's code a Trainer run was in when it raised.
 

@@ -73,6 +73,7 @@ class _Family:
     def __init__(self) -> None:
         self.children: list[subprocess.Popen] = []
         self.failed = False
+        self._strategy: Any = None
         self._awaited_for: str | None = None  # what the ranks have yet to join, as in "trainer.fit"
 
     def adopt(self, children: list[subprocess.Popen], patience_s: float) -> None:
@@ -84,7 +85,7 @@ class _Family:
         """A run begins: until the ranks are connected, one that ended is missed."""
         if not hasattr(strategy, "watch"):
             return  # such a strategy does not say when they are
-        fn = None if trainer is None else trainer.state.fn
+        self._strategy, fn = strategy, None if trainer is None else trainer.state.fn
         self._awaited_for = "the run" if fn is None else f"trainer.{fn.value}"
         if not self.children and _PARENT in os.environ:
             _end_with(int(os.environ[_PARENT]))
@@ -117,7 +118,7 @@ class _Family:
         while True:
             time.sleep(_LOOK_S)
             ended = [(rank, code) for rank, child in enumerate(self.children, 1) if (code := child.poll()) is not None]
-            if ended and (what := self._awaited_for) is not None:
+            if ended and self._strategy.watch is None and (what := self._awaited_for) is not None:
                 self._end_all(*ended[0], what)
 
     def _end_all(self, rank: int, code: int, what: str) -> None:

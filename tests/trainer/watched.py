@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel.roll import Patience
+from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.launchers import make_launcher
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 from lightning_parallel.watch import Watch
@@ -57,8 +58,7 @@ class WatchedStrategy(DDPStrategy):
                 super().barrier(*args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
-        if self.watch is not None:
-            self.watch.report(exception)
+        report_exception(self, exception)
 
     def teardown(self) -> None:
         failed = self.watch is not None and self.watch.failure is not None
