@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, CLASSES, VOCABULARY = 6, 3, 11
+Shapes = Sequence[tuple[int, int]]
 
 
 class Pair(NamedTuple):
@@ -79,7 +80,7 @@ def row_dataset(num_rows: int, batch_size: int, shuffle: bool = False, drop_last
     return DataLoader(TensorDataset(*rows([num_rows])[0]), batch_size, shuffle=shuffle, drop_last=drop_last)
 
 
-def tokens(shapes: Sequence[tuple[int, int]] = ((8, 8), (8, 8), (8, 8)), vocabulary: int = VOCABULARY) -> list[Tensor]:
+def tokens(shapes: Shapes = ((8, 8), (8, 8), (8, 8)), vocabulary: int = VOCABULARY) -> list[Tensor]:
     """Batches of token ids int64 [B, T]."""
     g = torch.Generator().manual_seed(0)
     return [torch.randint(vocabulary, shape, generator=g) for shape in shapes]

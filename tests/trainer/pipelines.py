@@ -1,8 +1,8 @@
 """Whole Trainer runs as a pipeline on forked ranks, and the same run in one process to compare them with.
 
-A ``Case`` says what is run, ``one_process(case)`` runs it under a plain Trainer, ``on_stages(case, 2)`` on two ranks that
-find each other as torchrun's do. Both give ``Record``s: the loss of every step, what was logged at the end of every step,
-all weights, the optimizer's state. ``assert_parity`` compares them.
+A ``Case`` says what is run, ``one_process(case)`` runs it under a plain Trainer, ``on_stages(case, 2)`` on two ranks
+that find each other as torchrun's do. Both give ``Record``s: the loss of every step, what was logged at the end of
+every step, all weights, the optimizer's state. ``assert_parity`` compares them.
 """
 
 import logging
@@ -28,6 +28,8 @@ WEIGHTS = {"rtol": 2e-5, "atol": 2e-6}
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
 
 Init = Mapping[str, Tensor]
+Options = Mapping[str, Any]
+Tolerance = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def make_trainer(strategy: Any, devices: int, callbacks: Sequence[Callback] = ()
 def join_as_torchrun(rank: int, world_size: int, port: int) -> None:
     """Make this process a rank of a run that torchrun started."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests",
     )  # fmt: skip
 
 
@@ -187,7 +189,7 @@ def failure_of(case: Case, num_stages: int = 2) -> str:
 
 
 def assert_parity(
-    case: Case, stages: Sequence[int] = (2, 4), loss: Mapping[str, float] = LOSS, weights: Mapping[str, float] = WEIGHTS,
+    case: Case, stages: Sequence[int] = (2, 4), loss: Tolerance = LOSS, weights: Tolerance = WEIGHTS,
     leave_out: Mapping[str, slice] | None = None,
 ) -> list[Record]:  # fmt: skip
     """Compare runs with so many stages with one process; returns rank 0's records.
@@ -203,7 +205,7 @@ def assert_parity(
 
 
 def assert_same(
-    records: Sequence[Record], reference: Record, loss: Mapping[str, float] = LOSS, weights: Mapping[str, float] = WEIGHTS,
+    records: Sequence[Record], reference: Record, loss: Tolerance = LOSS, weights: Tolerance = WEIGHTS,
     leave_out: Mapping[str, slice] | None = None,
 ) -> None:  # fmt: skip
     """Every rank logged the same, and what one process logs; losses, weights and optimizer state are one process's."""
@@ -252,6 +254,5 @@ def _assert_close(
         for suffix, rows in (leave_out or {}).items():
             if name.endswith(suffix):
                 mine[rows] = value[rows]
-        torch.testing.assert_close(
-            mine, value, **tolerance, check_dtype=what != "metric", msg=lambda text, name=name: f"{what} {name}: {text}"
-        )
+        say = lambda text, name=name: f"{what} {name}: {text}"  # noqa: E731
+        torch.testing.assert_close(mine, value, **tolerance, check_dtype=what != "metric", msg=say)

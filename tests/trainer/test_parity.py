@@ -378,7 +378,7 @@ def stage_names(trainer: Trainer, module: LightningModule) -> list[str]:
 
 
 class Uneven(Classifier):
-    """One layer is far larger than the others, and another costs far more floating-point operations than it has parameters."""
+    """One layer is far larger than the others."""
 
     def __init__(self) -> None:
         super().__init__(
