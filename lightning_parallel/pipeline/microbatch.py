@@ -134,7 +134,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float |
     if isinstance(first, (list, tuple)):
         if all(len(out) == size for out, size in zip(outputs, sizes, strict=True)) and _is_row_list(first):
             return type(first)(entry for out in outputs for entry in out)
-        return type(first)(join(column, sizes, weights) for column in zip(*outputs, strict=True))
+        columns = [join(column, sizes, weights) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if isinstance(first, Tensor):
         if first.dim() > 0 and all(out.shape[0] == size for out, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))

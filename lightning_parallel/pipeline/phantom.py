@@ -80,6 +80,7 @@ class Phantom(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
+            _refuse_reshape(func, written)
             return written
         return tree_map_only(Tensor, lambda t: Phantom(t, device, first.origin), result)
 
@@ -117,11 +118,22 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = args[i] if i < len(args) else kwargs.get(argument.name)
+        for real in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(real, Tensor) and not isinstance(real, Phantom):
+                raise PhantomError(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
         if isinstance(target, Phantom):
             return target
-        if isinstance(target, Tensor):
-            raise PhantomError(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(target.shape)}"))
     return None
+
+
+def _refuse_reshape(func: Any, written: Phantom) -> None:
+    """A Phantom that was written in place must still have the shape that it shows."""
+    if (written.meta.shape, written.meta.stride()) != (written.shape, written.stride()):
+        name = func._schema.name.split("::")[-1]
+        raise PhantomError(
+            f"The step changes the shape of {written.origin} in place with `{name}`, which a stage that does not hold its data"
+            f" cannot follow. Use `{name.rstrip('_')}`, which returns the result."
+        )
 
 
 def _unread(x: Phantom, what: str) -> str:

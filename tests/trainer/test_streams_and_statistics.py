@@ -67,7 +67,7 @@ def test_the_same_seed_and_layout_repeat_bit_by_bit():
 def plain_loop(
     net: nn.Sequential, batches: list[tuple[Tensor, Tensor]], seed: int
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """What a pipeline is to compute, without one: micro-batches in order, each module with the stream that is its own."""
+    """What a pipeline is to compute: micro-batches in order, each module with the stream that is its own."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for number, (x, y) in enumerate(batches):

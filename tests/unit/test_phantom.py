@@ -1,0 +1,193 @@
+"""A Phantom has shape, dtype and device and no data, and is never silently wrong."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel.pipeline.phantom import (
+    ForeignParameter,
+    Phantom,
+    PhantomError,
+    TensorMeta,
+    bound,
+    describe,
+    summon,
+)
+
+CPU = torch.device("cpu")
+
+
+def phantom(*shape: int, dtype: torch.dtype = torch.float32) -> Phantom:
+    return Phantom(torch.empty(shape, dtype=dtype, device="meta"), CPU, "the output of `fc1` (stage 0)")
+
+
+@pytest.fixture
+def foreign() -> ForeignParameter:
+    return ForeignParameter(torch.nn.Parameter(torch.ones(3, 2)), CPU, "fc1.weight", (0,))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dtype"),
+    [
+        (lambda h: h + 1, (2, 3, 4), torch.float32),
+        (lambda h: torch.ones(4) * h, (2, 3, 4), torch.float32),
+        (lambda h: h.transpose(0, 1).reshape(3, 8), (3, 8), torch.float32),
+        (lambda h: h[:, ::2, None], (2, 2, 1, 4), torch.float32),
+        (lambda h: h @ torch.ones(4, 5), (2, 3, 5), torch.float32),
+        (lambda h: torch.cat([h, torch.ones(2, 1, 4)], 1), (2, 4, 4), torch.float32),
+        (lambda h: torch.stack([h, h]).mean(0), (2, 3, 4), torch.float32),
+        (lambda h: h > 0, (2, 3, 4), torch.bool),
+        (lambda h: h.argmax(-1), (2, 3), torch.int64),
+        (lambda h: h.to(torch.bfloat16), (2, 3, 4), torch.bfloat16),
+        (lambda h: torch.zeros_like(h, dtype=torch.float64), (2, 3, 4), torch.float64),
+        (lambda h: h.new_ones(5), (5,), torch.float32),
+        (lambda h: torch.where(torch.ones(2, 3, 1, dtype=torch.bool), h, 0.0), (2, 3, 4), torch.float32),
+        (lambda h: torch.nn.functional.layer_norm(h, (4,)), (2, 3, 4), torch.float32),
+        (lambda h: h.chunk(2, -1)[1], (2, 3, 2), torch.float32),
+        (lambda h: h.add_(1).mul_(2), (2, 3, 4), torch.float32),
+        (lambda h: torch.einsum("btc,btc->bt", h, h), (2, 3), torch.float32),
+    ],
+)
+def test_arithmetic_is_arithmetic_on_shapes(function, shape, dtype):
+    result = function(phantom(2, 3, 4))
+    assert isinstance(result, Phantom)
+    assert (tuple(result.shape), result.dtype, result.device) == (shape, dtype, CPU)
+    assert result.origin == "the output of `fc1` (stage 0)"
+
+
+def test_what_does_not_depend_on_data_is_real():
+    h = phantom(2, 3, 4)
+    positions = torch.arange(h.shape[1], device=h.device).expand(h.size(0), -1)
+    assert not isinstance(positions, Phantom)
+    assert positions.tolist() == [[0, 1, 2]] * 2
+    assert (h.dim(), h.numel(), len(h), h.is_floating_point(), h.stride()) == (3, 24, 2, True, (12, 4, 1))
+
+
+def test_strides_are_kept():
+    assert phantom(2, 3).t().stride() == (1, 3)
+    assert not phantom(2, 3).t().is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("write", "operation"),
+    [
+        (lambda real, h: real.copy_(h), "copy_"),
+        (lambda real, h: real.add_(h), "add_"),
+        (lambda real, h: real.__setitem__((slice(None), 0), h[:, 0]), "copy_"),
+        (lambda real, h: real.__setitem__(torch.tensor([0, 1]), h), "index_put_"),
+        (lambda real, h: torch.add(h, 1, out=real), "add.out"),
+        (lambda real, h: real.masked_fill_(h > 0, 0.0), "masked_fill_"),
+        (lambda real, h: torch._foreach_add_([real], [h]), "_foreach_add_"),
+    ],
+)
+def test_a_phantom_is_not_written_into_a_real_tensor(write, operation):
+    real = torch.ones(2, 3)
+    message = (
+        rf"The step reads the output of `fc1` \(stage 0\), whose data this stage does not hold: `.*{operation}.*` "
+    )
+    with pytest.raises(PhantomError, match=message):
+        write(real, phantom(2, 3))
+    assert torch.equal(real, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda h: h.sum().item(), "item"),
+        (lambda h: bool(h.sum() > 0), "bool"),
+        (lambda h: float(h.sum()), "float"),
+        (lambda h: int(h.sum()), "int"),
+        (lambda h: h.tolist(), "tolist"),
+        (lambda h: h.numpy(), "numpy"),
+        (lambda h: [0, 1][h.sum().long()], "index"),
+    ],
+)
+def test_a_phantoms_data_is_not_read(read, name):
+    with pytest.raises(
+        PhantomError, match=rf"whose data this stage does not hold: `{name}` reads its data\. Pass the value"
+    ):
+        read(phantom(2, 3))
+
+
+@pytest.mark.parametrize("change", ["unsqueeze_", "t_", "squeeze_"])
+def test_a_shape_is_not_changed_in_place(change):
+    h = phantom(2, 1)
+    with pytest.raises(
+        PhantomError, match=rf"in place with `{change}`.* Use `{change[:-1]}`, which returns the result"
+    ):
+        getattr(h, change)(*([0] if change == "unsqueeze_" else []))
+
+
+def test_a_shape_that_depends_on_data_is_refused():
+    with pytest.raises(PhantomError, match=r"`aten\.nonzero\.default` has no answer from shapes alone"):
+        phantom(2, 3).nonzero()
+
+
+def test_a_bound_phantom_is_its_value_gradients_included():
+    h = phantom(2, 3)
+    h.value = torch.ones(2, 3, requires_grad=True)
+    assert bound(h) is h.value
+    assert h.sum().item() == 6.0
+    real = torch.zeros(2, 3)
+    real.copy_(h)
+    assert torch.equal(real, torch.ones(2, 3))
+    (h * 3).sum().backward()
+    assert torch.equal(h.value.grad, torch.full((2, 3), 3.0))
+
+
+def test_what_was_computed_before_binding_stays_unknown():
+    h = phantom(2, 3)
+    before = h + 1
+    h.value = torch.ones(2, 3)
+    with pytest.raises(PhantomError, match="`item` reads its data"):
+        before.sum().item()
+
+
+def test_an_unbound_phantom_beside_a_bound_one_stays_a_phantom():
+    h, other = phantom(2, 3), phantom(2, 3)
+    h.value = torch.ones(2, 3)
+    assert isinstance(h + other, Phantom)
+    assert bound(h + other) is not None and isinstance(h + other, Phantom)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda p: p.pow(2).sum(), lambda p: p.norm(), lambda p: p * 2, lambda p: torch.ones(2) @ p.t(), lambda p: p.sum()],
+)
+def test_a_foreign_parameter_is_not_computed_with(use, foreign):
+    message = r"uses parameter `fc1.weight` of stage 0, which this stage does not hold: .* uses it outside its module"
+    with pytest.raises(PhantomError, match=message):
+        use(foreign)
+
+
+def test_a_foreign_parameter_can_be_grouped_and_asked(foreign):
+    assert isinstance(foreign, torch.nn.Parameter) and isinstance(foreign, Tensor)
+    assert (foreign.shape, foreign.ndim, foreign.numel(), foreign.dtype) == ((3, 2), 2, 6, torch.float32)
+    assert foreign.requires_grad and foreign.grad is None and foreign.is_leaf
+    optimizer = torch.optim.AdamW(
+        [{"params": [foreign], "weight_decay": 0.1}, {"params": [torch.nn.Parameter(torch.ones(1))]}]
+    )
+    optimizer.zero_grad()
+    foreign.requires_grad_(False)
+    assert not foreign.requires_grad
+    assert {foreign: 1}[foreign] == 1
+    assert "parameter `fc1.weight` of stage 0" in repr(foreign)
+
+
+def test_a_phantom_is_not_copied():
+    h = phantom(2, 3)
+    assert copy.deepcopy({"h": h})["h"] is h
+    assert repr(h) == "Phantom(shape=(2, 3), dtype=torch.float32, stands for the output of `fc1` (stage 0))"
+
+
+def test_a_description_becomes_phantoms_of_the_same_structure():
+    tree = {"h": torch.ones(2, 3).t(), "ids": (torch.zeros(2, dtype=torch.int64), None), "flag": True, "name": "x"}
+    told = describe(tree)
+    assert told["h"] == TensorMeta((3, 2), (1, 3), torch.float32)
+    summoned = summon(told, CPU, "elsewhere")
+    assert summoned["h"].stride() == (1, 3) and isinstance(summoned["h"], Phantom)
+    assert summoned["ids"][0].dtype == torch.int64
+    assert (summoned["ids"][1], summoned["flag"], summoned["name"]) == (None, True, "x")
+    assert summon(told["h"], CPU, "elsewhere") is not summon(told["h"], CPU, "elsewhere")
