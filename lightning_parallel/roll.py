@@ -74,7 +74,6 @@ class Peer:
     gone_since: float | None = None  # its connection ended without a goodbye
     unconfirmed: int = 0  # failures and goodbyes it has not confirmed
     cpu: tuple[float, float] | None = None  # when its processor time was looked at, and what it was
-    silent_since: float | None = None
 
     def tell(self, kind: str, body: bytes | Status | None = None) -> None:
         self.unconfirmed += kind in ("failure", "bye")
@@ -138,14 +137,14 @@ class Party:
         now = time.monotonic()
         if now - self.looked > max(2 * self.patience.beat_s, self.patience.stale_s / 2):
             for peer in self.peers.values():
-                peer.heard = now
+                peer.heard, peer.cpu = now, None
         self.looked = now
 
     def _listen_to(self, peer: Peer) -> None:
         if peer.line.closed:
             return
         for kind, body in peer.line.receive():
-            peer.heard, peer.silent_since, peer.cpu = self.looked, None, None
+            peer.heard, peer.cpu = self.looked, None
             if kind == "beat":
                 peer.status = body
             elif kind == "confirmed":
@@ -182,28 +181,27 @@ class Party:
     def silence(self, now: float) -> Failure | None:
         """The failure of a peer that has been silent for too long."""
         for peer in self.peers.values():
-            if peer.finished or peer.line.closed or now - peer.heard < self.patience.stale_s:
+            silent_s = now - peer.heard
+            if peer.finished or peer.line.closed or silent_s < self.patience.stale_s / 2:
                 continue
-            peer.silent_since = peer.heard if peer.silent_since is None else peer.silent_since
-            if not self._computes(peer, now):
-                silent = now - peer.silent_since
-                return lost(
-                    peer.status.rank,
-                    peer.status.stage,
-                    f"not heard of for {silent:.0f} s (stopped, or its host is gone)",
-                )
+            if not self._computes(peer, now) and silent_s >= self.patience.stale_s:
+                why = f"not heard of for {silent_s:.0f} s (stopped, or its host is gone)"
+                return lost(peer.status.rank, peer.status.stage, why)
         return None
 
     def _computes(self, peer: Peer, now: float) -> bool:
-        """Whether the silent process uses its processor: some library holds Python's lock, which is no failure yet."""
-        if peer.status.process[0] != self.own.process[0] or peer.silent_since is None:
+        """Whether a silent process of this host uses its processor, looked at over times of half of `stale_s`.
+
+        Then some library holds Python's lock, which is no failure for long.
+        """
+        host, process = peer.status.process
+        if host != self.own.process[0] or now - peer.heard > _LONGEST_COMPUTING * self.patience.stale_s:
             return False
-        used, before = processor_seconds(peer.status.process[1]), peer.cpu
-        if before is not None and now - before[0] < self.patience.beat_s:
-            return True
-        peer.cpu = (now, used)
-        longest = _LONGEST_COMPUTING * self.patience.stale_s
-        return now - peer.silent_since < longest and (before is None or used > before[1])
+        if peer.cpu is None or now - peer.cpu[0] >= self.patience.stale_s / 2:
+            used, before = processor_seconds(process), peer.cpu
+            peer.cpu = (now, used)
+            return before is None or used > before[1]
+        return True
 
 
 class Hub(Party):

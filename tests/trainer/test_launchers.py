@@ -147,7 +147,7 @@ def last_line(text: str) -> str:
 def test_a_script_trains_on_both_ranks():
     done, _ = run_script("--sigterm-every", "2")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 has trained", "rank 1 has trained"]
+    assert {"rank 0 has trained", "rank 1 has trained"} <= set(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
