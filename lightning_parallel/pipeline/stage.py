@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline.partition import Layout, Unit
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError, TensorMeta, bound, describe, summon
+from lightning_parallel.pipeline.phantom import Phantom, PhantomError, TensorMeta, bound, describe, phantoms_in, summon, with_values
 from lightning_parallel.pipeline.random_streams import RandomStreams
 
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
@@ -91,9 +91,8 @@ class StageRun:
     def call(self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a unit does in this run."""
         if self._replaying:
-            args, kwargs = tree_map_only(Phantom, bound, (args, kwargs))
-            self.cut.streams.enter(self.key, self.cut.number[unit.name], 0)
-            return module(*args, **kwargs)
+            args, kwargs = with_values((args, kwargs))
+            return self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
         if unit.name in self._called:
@@ -102,24 +101,24 @@ class StageRun:
                 " each module once a step: join the inputs and call it once, or train with one stage."
             )
         self._called.add(unit.name)
-        number = self.cut.number[unit.name]
         if unit.stage < self.stage:
-            result = self._phantom_result(unit)
-        else:
-            args, kwargs = self._real_arguments(unit, args, kwargs)
-            self.cut.streams.enter(self.key, number, 0)
-            result = module(*args, **kwargs)
-            if self.record is not None:
-                self.record[unit.name] = describe(result)
-        self.cut.streams.leave(self.key, number, 0)
+            return self._phantom_result(unit)
+        args, kwargs = self._real_arguments(unit, args, kwargs)
+        result = self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
+        if self.record is not None:
+            self.record[unit.name] = describe(result)
         return result
 
     def call_free(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module without parameters runs on every stage, with random numbers of its own."""
-        self.cut.streams.enter(self.key, number, 0)
-        result = module(*args, **kwargs)
-        self.cut.streams.leave(self.key, number, 0)
-        return result
+        """A module without parameters runs on every stage."""
+        return self._with_own_numbers(number, module, args, kwargs)
+
+    def _with_own_numbers(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saved = self.cut.streams.enter(self.key, number)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self.cut.streams.leave(saved)
 
     def _phantom_result(self, unit: Unit) -> Any:
         if unit.name not in self.known:
@@ -128,15 +127,14 @@ class StageRun:
                 f" but the step calls it on stage {self.stage}. Register modules in the order in which they run, or move it"
                 f' with stages={{"{unit.name}": {self.stage}}}.'
             )
-        origin = f"the output of `{unit.name}` (stage {unit.stage})"
-        return summon(self.known[unit.name], self.cut.device, origin)
+        return summon(self.known[unit.name], self.cut.device, self.cut.origins[unit.name])
 
     def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.stage and unit.block == self.cut.layout.bounds[self.stage]:
             self._enter(unit, args, kwargs)
-        if not _holds_phantom(args) and not _holds_phantom(kwargs):
+        if not phantoms_in(args) and not phantoms_in(kwargs):
             return args, kwargs
-        args, kwargs = tree_map_only(Phantom, bound, (args, kwargs))
+        args, kwargs = with_values((args, kwargs))
         self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})")
         return args, kwargs
 
@@ -177,10 +175,16 @@ class StageRun:
                 f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
             )
         self.outputs = [bound(leaf) if isinstance(leaf, Phantom) else leaf for leaf in tree_flatten((args, kwargs))[0]]
+        missing = [leaf.origin for leaf in self.outputs if isinstance(leaf, Phantom)]
+        if missing:
+            raise PhantomError(
+                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which stage"
+                f" {self.stage} does not hold. Pass the value through every block between."
+            )
         raise StepCut
 
     def _refuse_phantoms(self, tree: Any, doing: str) -> None:
-        for leaf in tree_flatten(tree)[0]:
+        for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not hold. Pass it"
@@ -195,6 +199,7 @@ class Cut:
     def __init__(self, model: nn.Module, layout: Layout, device: torch.device, streams: RandomStreams) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self.active: StageRun | None = None
+        self.origins = {unit.name: f"the output of `{unit.name}` (stage {unit.stage})" for unit in layout.units}
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         free = _free_modules(model, [unit.name for unit in layout.units])
         self.number = {name: i for i, name in enumerate([unit.name for unit in layout.units] + free)}
@@ -276,16 +281,6 @@ def _free_modules(model: nn.Module, units: list[str]) -> list[str]:
 
     visit(model, "")
     return free
-
-
-def _holds_phantom(tree: Any) -> bool:
-    if isinstance(tree, Tensor):
-        return isinstance(tree, Phantom)
-    if isinstance(tree, (tuple, list)):
-        return any(_holds_phantom(x) for x in tree)
-    if isinstance(tree, dict):
-        return any(_holds_phantom(x) for x in tree.values())
-    return False
 
 
 __all__ = ["Cut", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]
