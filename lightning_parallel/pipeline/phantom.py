@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_NEVER = (int, float, str, type(None))
 _OF_PARAMETER = {"__get__", "__set__", "__delete__", "requires_grad_", "detach", "size", "dim", "numel", "stride", "__hash__", "__len__",
                  "element_size", "is_floating_point", "is_complex", "nelement", "ndimension", "is_contiguous", "__repr__"}  # fmt: skip
 
@@ -53,15 +54,14 @@ class Phantom(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Phantom)]
-        if any(x.value is not None for x in leaves):
-            args, kwargs = tree_map_only(Phantom, bound, (args, kwargs))
-            return func(*args, **kwargs)
+        leaves = phantoms_in(args) + phantoms_in(kwargs)
+        for x in leaves:
+            if x.value is not None:
+                return func(*with_values(args), **with_values(kwargs))
+            if isinstance(x, ForeignParameter) and func.__name__ not in _OF_PARAMETER:
+                raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
-        foreign = next((x for x in leaves if isinstance(x, ForeignParameter)), None)
-        if foreign is not None and func.__name__ not in _OF_PARAMETER:
-            raise PhantomError(_unread(foreign, f"`{func.__name__}` uses it outside its module"))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return func(*args, **kwargs)
 
@@ -69,19 +69,20 @@ class Phantom(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Any operation on a Phantom runs on meta tensors and gives a Phantom."""
         kwargs = dict(kwargs or {})
-        first = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Phantom))
-        written = _refuse_writes(func, args, kwargs, first)
+        first = (phantoms_in(args) or phantoms_in(kwargs))[0]
+        written = _refuse_writes(func, args, kwargs, first) if func._schema.is_mutable else None
         device = first.device
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
-        margs, mkwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
         try:
-            result = func(*margs, **mkwargs)
+            result = func(*_on_meta(args), **_on_meta(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
             _refuse_reshape(func, written)
             return written
+        if isinstance(result, Tensor):
+            return Phantom(result, device, first.origin)
         return tree_map_only(Tensor, lambda t: Phantom(t, device, first.origin), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -108,8 +109,31 @@ def bound(x: Phantom) -> Tensor:
     return x if x.value is None else x.value
 
 
-def _to_meta(x: Tensor) -> Tensor:
-    return x.meta if isinstance(x, Phantom) else x.detach().to("meta")
+def phantoms_in(tree: Any) -> list[Phantom]:
+    """The Phantoms in nested tuples, lists and dicts, in order. (By hand: it runs with every call of every block.)"""
+    if isinstance(tree, Phantom):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [phantom for x in tree if not isinstance(x, _NEVER) for phantom in phantoms_in(x)]
+
+
+def with_values(tree: Any) -> Any:
+    """Nested tuples, lists and dicts with every bound Phantom replaced by its value."""
+    return tree_map_only(Phantom, bound, tree)
+
+
+def _on_meta(tree: Any) -> Any:
+    """An operator's arguments with every tensor on the meta device."""
+    if isinstance(tree, Tensor):
+        return tree.meta if isinstance(tree, Phantom) else tree.detach().to("meta")
+    if isinstance(tree, (tuple, list)):
+        return [_on_meta(x) for x in tree]
+    if isinstance(tree, dict):
+        return {key: _on_meta(x) for key, x in tree.items()}
+    return tree
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phantom | None:

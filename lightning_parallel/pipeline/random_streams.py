@@ -1,8 +1,9 @@
 """Random numbers that do not depend on the layout: one stream per (seed, batch, micro-batch, module).
 
-The one idea: entering a unit seeds the generators for that unit, leaving it seeds them for what follows it, on every stage
-alike and whether the unit ran for real or was a Phantom. Masks drawn after another stage's dropout, mixup in the step and
-LayerDrop then agree on all stages, and on any number of stages. Outside a step the generators are as the user left them.
+The one idea: a module that computes on this stage draws from a stream of its own; everything else in the step draws from
+the step's stream, which no module touches and which all stages carry on alike. Masks drawn after another stage's dropout,
+mixup in the step and LayerDrop then agree on all stages, and on any number of stages. Outside a step the generators are as
+the user left them.
 """
 
 from __future__ import annotations
@@ -44,24 +45,25 @@ def share_generators(broadcast: Callable[[Any], Any]) -> None:
 
 
 class RandomStreams:
-    """The generators of one process, set to a stream by `begin`, `enter` and `leave`."""
+    """The generators of one process, set to a step's stream by `begin` and to a module's by `enter` .. `leave`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
-        self._generators = [torch.default_generator]
+        self._host, self._device = torch.default_generator, None
         if device.type == "cuda":
             torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+            self._device = torch.cuda.default_generators[device.index or 0]
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Give every generator back as it was found, so that loaders and hooks draw what they would have drawn."""
-        states = [generator.get_state() for generator in self._generators]
+        generators = [self._host] if self._device is None else [self._host, self._device]
+        states = [generator.get_state() for generator in generators]
         python, np = random.getstate(), numpy.random.get_state()
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
+            for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             random.setstate(python)
             numpy.random.set_state(np)
@@ -74,14 +76,21 @@ class RandomStreams:
         self._set(key)
         return key
 
-    def enter(self, key: int, module: int, call: int) -> None:
-        """Set torch's generators for a module's own stream."""
-        self._set(mix(key, 2 * module + 1, call))
+    def enter(self, key: int, module: int) -> tuple[Any, int, int]:
+        """Set torch's generators for a module; returns what `leave` needs."""
+        host, device = self._host, self._device
+        saved = (host.get_state(), device.initial_seed(), device.get_offset()) if device else (host.get_state(), 0, 0)
+        self._set(mix(key, module + 1))
+        return saved
 
-    def leave(self, key: int, module: int, call: int) -> None:
-        """Set torch's generators for what the step does after the module."""
-        self._set(mix(key, 2 * module + 2, call))
+    def leave(self, saved: tuple[Any, int, int]) -> None:
+        """Let the step's stream go on."""
+        self._host.set_state(saved[0])
+        if self._device is not None:
+            self._device.manual_seed(saved[1])
+            self._device.set_offset(saved[2])
 
     def _set(self, seed: int) -> None:
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        self._host.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)

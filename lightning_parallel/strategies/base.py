@@ -153,10 +153,12 @@ class MeshStrategy(ParallelStrategy):
         if self.watch is not None and not failed:
             self._keep_weights()
             self.barrier("teardown")
-        if self.watch is not None:
-            self.watch.stop()
         self._mesh = None
-        disconnect(failed)
+        try:
+            disconnect(failed)
+        finally:
+            if self.watch is not None:
+                self.watch.stop()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
