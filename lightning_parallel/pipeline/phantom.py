@@ -71,6 +71,8 @@ class Phantom(Tensor):
         kwargs = dict(kwargs or {})
         first = (phantoms_in(args) or phantoms_in(kwargs))[0]
         written = _refuse_writes(func, args, kwargs, first) if func._schema.is_mutable else None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            func(*_made_real(args), **_made_real(kwargs))
         device = first.device
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
@@ -134,6 +136,11 @@ def _on_meta(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _on_meta(x) for key, x in tree.items()}
     return tree
+
+
+def _made_real(tree: Any) -> Any:
+    """An operator's arguments with memory, so that a draw moves the generators as it does on the stage that has the data."""
+    return tree_map_only(Phantom, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1), tree)
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phantom | None:

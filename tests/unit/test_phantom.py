@@ -191,3 +191,24 @@ def test_a_description_becomes_phantoms_of_the_same_structure():
     assert summoned["ids"][0].dtype == torch.int64
     assert (summoned["ids"][1], summoned["flag"], summoned["name"]) == (None, True, "x")
     assert summon(told["h"], CPU, "elsewhere") is not summon(told["h"], CPU, "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: torch.nn.functional.dropout(h, 0.5),
+        lambda h: torch.rand_like(h),
+        lambda h: h.bernoulli(0.5),
+        lambda h: torch.normal(h, 1.0),
+        lambda h: torch.randn_like(h.t()),
+        lambda h: torch.randint_like(h, 7),
+        lambda h: h.new_empty(5).uniform_(),
+    ],
+)
+def test_a_draw_moves_the_generator_as_one_with_data_does(draw):
+    torch.manual_seed(0)
+    assert not isinstance(draw(torch.ones(4, 8)), Phantom)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    assert isinstance(draw(phantom(4, 8)), Phantom)
+    assert torch.equal(torch.rand(3), expected)
