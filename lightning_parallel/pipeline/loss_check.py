@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.phantom import TensorMeta
 from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
 
@@ -58,8 +59,9 @@ def check_loss(
             joined = loss(whole, _join(received, sizes), 1)
         except Exception as error:  # the joined batch may be what the user's code cannot do: then there is nothing to compare
             return _could_not(f"the step fails on the joined batch: {type(error).__name__}: {error}")
-    mean = sum(part * weight for part, weight in zip(parts, weights, strict=True))
-    if bool((mean - joined).abs() > _tolerance(cut, received) * joined.abs().clamp_min(1e-3)):
+    mean = microbatch.weighted_sum(parts, weights)
+    close = (mean - joined).abs() <= _tolerance(cut, received) * joined.abs().clamp_min(1e-3)
+    if not bool(close | joined.isnan()):
         raise ValueError(
             f"The loss of the whole batch is {float(joined):.6g}, but its {len(sizes)} micro-batches of {list(sizes)} rows, weighted"
             f" by rows, give {float(mean):.6g}. The loss is not a mean over rows. Give"

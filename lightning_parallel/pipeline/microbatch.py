@@ -139,8 +139,27 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float |
     if isinstance(first, Tensor):
         if first.dim() > 0 and all(out.shape[0] == size for out, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
-        return sum((out * weight for out, weight in zip(outputs[1:], weights[1:], strict=True)), first * weights[0])
+        return weighted_sum(outputs, weights)
     return outputs[-1]
+
+
+def weighted_sum(values: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:
+    """Sum of value x weight. What weighs nothing adds nothing, even where it is not a number (the mean of no terms).
+
+    Example:
+        >>> weighted_sum([torch.tensor(2.0), torch.tensor(float("nan"))], [1.0, 0.0])
+        tensor(2.)
+    """
+    terms = [_weighted(value, weight) for value, weight in zip(values, weights, strict=True)]
+    return sum(terms[1:], terms[0])
+
+
+def _weighted(value: Any, weight: float | Tensor) -> Any:
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, torch.zeros_like(weight), value * weight)
+    if weight == 0:
+        return torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
+    return value * weight
 
 
 def _is_row_list(value: Any) -> bool:

@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
         return sum(values[1:], values[0])
     if isinstance(values[0], Tensor) and not values[0].is_floating_point():
         values = [value.to(torch.get_default_dtype()) for value in values]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    return weighted_sum(values, weights) / sum(weights)
 
 
 class LogSpreader:

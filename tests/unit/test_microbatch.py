@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_parallel.pipeline.microbatch import count_rows, join, leaves, map_leaves, row_sizes, signature, split
+from lightning_parallel.pipeline.microbatch import (
+    count_rows,
+    join,
+    leaves,
+    map_leaves,
+    row_sizes,
+    signature,
+    split,
+    weighted_sum,
+)
 
 
 class Pair(NamedTuple):
@@ -100,6 +109,14 @@ def test_joining_keeps_named_tuples():
     outputs = [Pair(torch.ones(2), ["a", "b"]), Pair(torch.zeros(1), ["c"])]
     joined = join(outputs, [2, 1], [2 / 3, 1 / 3])
     assert type(joined) is Pair and joined.names == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("weigh", [float, torch.tensor])
+def test_what_weighs_nothing_adds_nothing(weigh):
+    values = [torch.tensor(float("nan")), torch.tensor(3.0), torch.tensor(5.0)]
+    assert weighted_sum(values, [weigh(0.0), weigh(0.5), weigh(0.5)]) == 4.0
+    assert weighted_sum(values[:2], [weigh(0.5), weigh(0.5)]).isnan(), "a loss that is not a number is shown"
+    assert weighted_sum([float("nan"), 3.0], [weigh(0.0), weigh(1.0)]) == 3.0
 
 
 def test_signatures_tell_shapes_dtypes_and_plain_arguments_apart():

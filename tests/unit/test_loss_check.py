@@ -1,0 +1,100 @@
+"""The loss check tells a mean over rows from every other loss, and leaves no trace."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.partition import lay_out
+from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage import Cut
+
+SIZES = [2, 2, 1]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Four layers; one stage, so that nothing has to be received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
+        self.seen: list[int] = []
+        self.total = torch.zeros(())
+        self.count = 0
+
+
+def check(
+    loss: Callable[[Model, Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32, weights: list | None = None
+) -> Model:
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    cpu = torch.device("cpu")
+    cut = Cut(model, lay_out(model, 1), cpu, RandomStreams(0, cpu))
+    batch = (torch.randn(5, 3).to(dtype), torch.randint(3, (5,)))
+    parts = microbatch.split(batch, SIZES)
+    steps = [lambda part=part: loss(model, *part) for part in parts]
+    weights = weights or [size / 5 for size in SIZES]
+    check_loss(cut, steps, lambda: loss(model, *batch), [({}, {})] * 3, SIZES, weights, lambda output: output)
+    cut.release()
+    return model
+
+
+def mean(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    model.seen.append(len(x))
+    model.total += 1
+    model.count += 1
+    return F.cross_entropy(model.net(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mean_over_rows_passes_and_nothing_has_changed(dtype: torch.dtype):
+    model = check(mean, dtype)
+    assert model.seen == [] and model.total == 0 and model.count == 0
+    assert model.training and all(module.training for module in model.modules())
+    assert model.net[1].num_batches_tracked == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, y: F.cross_entropy(model.net(x), y, reduction="sum"),
+        lambda model, x, y: F.cross_entropy(model.net(x), y.masked_fill(y == 1, -100), ignore_index=-100),
+        lambda model, x, y: torch.cdist(h := model.net(x), h).logsumexp(-1).mean(),
+        lambda model, x, y: model.net(x).square().mean().sqrt(),
+    ],
+    ids=["sum", "ignored labels", "contrastive", "root of a mean"],
+)
+def test_other_losses_are_refused(loss):
+    message = (
+        r"The loss of the whole batch is .*, but its 3 micro-batches of \[2, 2, 1\] rows, weighted by rows, give .*\. The"
+        r" loss is not a mean over rows\. Give PipelineStrategy\(loss_weight=lambda batch: number_of_terms_in_the_mean\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(loss)
+
+
+def test_the_right_weights_pass():
+    weights = [1.0, 1.0, 1.0]
+    check(lambda model, x, y: F.cross_entropy(model.net(x), y, reduction="sum"), weights=weights)
+
+
+def test_a_step_with_random_numbers_of_its_own_cannot_be_compared():
+    with pytest.warns(UserWarning, match=r"Could not compare .* \(the step draws random numbers outside its modules\)"):
+        check(lambda model, x, y: mean(model, x + torch.randn_like(x), y))
+
+
+def test_a_step_that_fails_on_the_joined_batch_cannot_be_compared():
+    def only_small(model: Model, x: Tensor, y: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise IndexError("too many rows")
+        return mean(model, x, y)
+
+    message = r"\(the step fails on the joined batch: IndexError: too many rows\)\. Micro-batches are weighted by rows"
+    with pytest.warns(UserWarning, match=message):
+        check(only_small)
