@@ -1,0 +1,138 @@
+"""Where a model is cut: which modules are blocks, what goes with them, and that the dearest stage is the cheapest."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, norm and head, as registered by everybody."""
+
+    def __init__(self, num_blocks: int = 4, width: int = 4) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, width)
+        self.drop = nn.Dropout()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 7)
+
+
+class Outer(nn.Module):
+    """A model inside a wrapper, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.inner = Transformer()
+
+
+def stages_of(layout: Layout) -> dict[str, int]:
+    return {unit.name: unit.stage for unit in layout.units}
+
+
+def test_blocks_are_the_largest_chain():
+    assert find_blocks(Transformer(), 2) == [f"blocks.{i}" for i in range(4)]
+    assert find_blocks(Outer(), 4) == [f"model.inner.blocks.{i}" for i in range(4)]
+    mlp = nn.Module()
+    mlp.a, mlp.act, mlp.b = nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
+    assert find_blocks(mlp, 2) == ["a", "b"]
+
+
+def test_a_chain_that_is_too_short_is_not_taken():
+    model = Transformer(num_blocks=2, width=16)
+    model.small = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    assert find_blocks(model, 2) == ["blocks.0", "blocks.1"]
+    assert find_blocks(model, 4) == [f"small.{i}" for i in range(4)]
+
+
+def test_what_lies_around_the_blocks_goes_to_its_neighbours():
+    stages = stages_of(lay_out(Transformer(), 2, partition="count"))
+    assert stages == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "norm": 1, "head": 1}
+    moved = stages_of(lay_out(Transformer(), 2, partition="count", stages={"norm": 0, "head": -2}))
+    assert moved["norm"] == moved["head"] == 0
+
+
+def test_the_ways_to_name_blocks():
+    model = Transformer()
+    by_container = lay_out(model, 2, blocks="blocks")
+    assert (
+        by_container
+        == lay_out(model, 2, blocks=["blocks"])
+        == lay_out(model, 2, blocks=[f"blocks.{i}" for i in range(4)])
+    )
+    assert stages_of(lay_out(model, 2, blocks=["emb", "head"], partition="count"))["head"] == 1
+
+
+def test_partitions():
+    model = nn.Sequential(nn.Linear(2, 100), nn.Linear(100, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model.example_input_array = torch.zeros(3, 2)
+    assert lay_out(model, 2, partition="count").bounds == (0, 2, 4)
+    assert lay_out(model, 2, partition="parameters").bounds == (0, 1, 4)
+    assert lay_out(model, 2, partition="flops").bounds == (0, 1, 4)
+    assert lay_out(model, 2, partition=[3, 1]).bounds == (0, 3, 4)
+    assert lay_out(model, 4).bounds == (0, 1, 2, 3, 4)
+
+
+def test_flops_count_what_parameters_do_not():
+    class Reuses(nn.Module):
+        """A convolution has few parameters and much to do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 64, 8), nn.Linear(8, 8))
+            self.example_input_array = torch.zeros(1, 1, 8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    assert lay_out(Reuses(), 2, partition="flops").bounds[1] < lay_out(Reuses(), 2, partition="parameters").bounds[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 5}, r"A pipeline of 5 stages needs at least 5 blocks, but Transformer has \d+ \("),
+        (
+            {"blocks": "layers"},
+            r"blocks= names \['layers'\], which Transformer does not have\. Its containers: \['blocks', ",
+        ),
+        (
+            {"partition": [1, 2]},
+            r"partition=\[1, 2\] must give each of 2 stages at least one block and sum to 4 blocks",
+        ),
+        ({"partition": [4, 0]}, r"partition=\[4, 0\] must give each of 2 stages at least one block"),
+        (
+            {"partition": "time"},
+            r"partition='time': use \"parameters\", \"count\", \"flops\" or a list of blocks a stage",
+        ),
+        ({"partition": "flops"}, r'partition="flops" runs Transformer\.forward once .* needs its example_input_array'),
+        ({"stages": {"hat": 0}}, r"stages= names \['hat'\], which are not units\. The units: \['emb', 'blocks\.0', "),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lay_out(Transformer(), **{"num_stages": 2, **options})
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_the_cut_is_the_cheapest_of_all(costs: list[int], data: st.DataObject):
+    parts = data.draw(st.integers(1, len(costs)))
+    bounds = min_max_cut(costs, parts)
+    assert bounds[0] == 0 and bounds[-1] == len(costs) and bounds == sorted(set(bounds)) and len(bounds) == parts + 1
+
+    def dearest(bounds: list[int]) -> int:
+        return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+    every = [[0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), parts - 1)]
+    assert dearest(bounds) == min(map(dearest, every))
+
+
+def test_equal_blocks_are_dealt_evenly():
+    assert min_max_cut([1.0] * 8, 4) == [0, 2, 4, 6, 8]
+    sizes = [b - a for a, b in pairwise(min_max_cut([1.0] * 10, 4))]
+    assert sorted(sizes) == [2, 2, 3, 3]
