@@ -160,19 +160,23 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
     loader = repeat({"input_ids": tokens}, pairs.steps)
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=args.microbatches, partition="count", check_loss=False, receive_ahead=args.receive_ahead)
     model = make_model(hparams, BenchGPT)
-    limits = []
+    limits: list[float] = []
+    peaks: list[float] = []
 
     class Limit(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             limits.append(limit_ms(pl_module, batch, args.microbatches))
+            bytes_ = torch.tensor([float(peak.bytes), float(peer_peak)])
+            dist.all_reduce(bytes_, dist.ReduceOp.MAX)
+            peaks.extend(bytes_.tolist())
 
     trainer(world, pairs.steps, "bf16-true", strategy, [pairs, peak, Limit()]).fit(model, loader)
     if int(os.environ["RANK"]) == 0:
         bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
         print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))
         print(
-            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; rank 0 peak above start: ours"
-            f" {peak.bytes / 2**30:.2f} GiB, peer {peer_peak / 2**30:.2f} GiB",
+            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; peak above start, dearest rank: ours"
+            f" {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB",
             flush=True,
         )
     del model, pairs
