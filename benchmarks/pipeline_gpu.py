@@ -115,14 +115,17 @@ def repeat(batch: dict[str, Tensor], steps: int) -> DataLoader:
 
 
 class Peak(Callback):
-    """Peak memory of our own step above what was allocated when it began, bytes."""
+    """Peak memory of our last step above what was allocated when it began, bytes."""
 
     def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        self._base = torch.cuda.memory_allocated()
+        if trainer.global_step == trainer.max_steps - 1:
+            synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._base = torch.cuda.memory_allocated()
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        self.bytes = torch.cuda.max_memory_allocated() - self._base
+        if trainer.global_step == trainer.max_steps:
+            self.bytes = torch.cuda.max_memory_allocated() - self._base
 
 
 def trainer(devices: int, steps: int, precision: str, strategy: object, callbacks: list[Callback]) -> Trainer:
@@ -170,7 +173,7 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
             dist.all_reduce(bytes_, dist.ReduceOp.MAX)
             peaks.extend(bytes_.tolist())
 
-    trainer(world, pairs.steps, "bf16-true", strategy, [pairs, peak, Limit()]).fit(model, loader)
+    trainer(world, pairs.steps, "bf16-true", strategy, [peak, pairs, Limit()]).fit(model, loader)
     if int(os.environ["RANK"]) == 0:
         bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
         print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))

@@ -68,6 +68,10 @@ class Pipeline:
         self.cut = Cut(model, layout, device, self.streams)
         self.clock = make_clock(device)
         arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
+        self._news = {
+            rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + rank, device, waiting=waiting)
+            for rank in range(self.num_stages) if rank != self.ranks[-1]
+        }  # fmt: skip
         self.engine = Engine(self.cut, self.stage, arrival, departure, self.clock, fail, receive_ahead)
 
     @property
@@ -121,6 +125,15 @@ class Pipeline:
         """Give every stage the loss stage's tensor, in place."""
         if self.num_stages > 1:
             dist.broadcast(tensor, self.ranks[-1])
+
+    def tell(self, value: Any) -> None:
+        """Send an object from the loss stage to every other rank over the host, without waiting."""
+        for channel in self._news.values():
+            channel.send_object(value)
+
+    def hear(self) -> Any:
+        """Receive what the loss stage told."""
+        return self._news[self.rank].receive_object("what the loss stage logged")
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all stages, in place."""

@@ -70,7 +70,7 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start sending; returns at once. The bytes are kept until they have left."""
-        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        self._forget_sent()
         for tensor in tensors:
             payload = _to_bytes(tensor)
             if payload.numel():
@@ -84,6 +84,7 @@ class Channel:
 
     def send_object(self, value: Any) -> None:
         """Send a small picklable object over the host's group."""
+        self._forget_sent()
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([payload.numel()]), payload):
             work = dist.isend(tensor, self.target, group=self._host_group, tag=self._object_tag)
@@ -104,6 +105,9 @@ class Channel:
             with self.waiting(f"rank {self.target} to take what was sent"):
                 work.wait()
         self._sending.clear()
+
+    def _forget_sent(self) -> None:
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
 
     def warm_up(self, rank: int) -> None:
         """Open the connection with one byte; both ends call it, channels in one order on all ranks."""

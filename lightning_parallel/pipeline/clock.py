@@ -16,6 +16,8 @@ import torch
 class Clock(Protocol):
     """Marks moments; `read` turns marks of a finished step into seconds."""
 
+    def begin(self) -> None: ...
+
     def mark(self) -> Any: ...
 
     def read(self, marks: Sequence[Any]) -> list[float] | None: ...
@@ -23,6 +25,9 @@ class Clock(Protocol):
 
 class HostClock:
     """`time.perf_counter`: the monotonic clock of the host, one for all its processes."""
+
+    def begin(self) -> None:
+        """A step begins."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -42,21 +47,30 @@ class CudaClock:
         self._anchor.record()
         self._anchor.synchronize()
         self._anchor_seconds = time.perf_counter()
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: its marks lie on the stream that is current now."""
+        self._stream = torch.cuda.current_stream(self.device)
 
     def mark(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float] | None:
-        """Seconds on the host's clock, or None while the last mark has not happened. Read marks are used again."""
+        """Seconds on the host's clock, or None while the last mark has not happened. Read marks are used again.
+
+        A mark may stand several times in the list, but the last one only at the end.
+        """
         if marks and not marks[-1].query():
             return None
-        seconds = [self._anchor_seconds + self._anchor.elapsed_time(event) / 1e3 for event in marks]
+        at = {mark: self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3 for mark in dict.fromkeys(marks)}
+        seconds = [at[mark] for mark in marks]
         if marks:  # the last mark becomes the anchor: elapsed_time is a float32 and would lose microseconds in minutes
             self._free.append(self._anchor)
             self._anchor, self._anchor_seconds = marks[-1], seconds[-1]
-            self._free.extend(dict.fromkeys(marks[:-1]))
+            self._free.extend(mark for mark in at if mark is not self._anchor)
         return seconds
 
 

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.channel import Receipt
 from lightning_parallel.pipeline.clock import Clock
+from lightning_parallel.pipeline.gradients import FreshGradients
+from lightning_parallel.pipeline.phantom import Phantom
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
 
@@ -35,6 +37,7 @@ class StepWork:
         batch: number of the batch, for the random streams.
         loss_of: the loss in what the step returned.
         scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
+        after_forwards: called with the results once this rank's last forward was launched, or None.
     """
 
     schedule: Schedule
@@ -43,6 +46,7 @@ class StepWork:
     batch: int
     loss_of: Callable[[Any], Tensor] | None = None
     scales: Sequence[Tensor] = ()
+    after_forwards: Callable[[list[Any]], None] | None = None
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Engine:
         receive_ahead: how many coming actions have their receives posted before an action runs.
 
     Attributes:
+        gradients: what the backwards of a step add up, apart from `p.grad`.
         keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
 
@@ -88,6 +93,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.cut, self.stage, self.arrival, self.departure = cut, stage, arrival, departure
         self.clock, self.fail, self.receive_ahead = clock, fail, receive_ahead
+        self.gradients = FreshGradients([parameter for parameter in cut.model.parameters() if not isinstance(parameter, Phantom)])
         self.keep_received = False
         self.received: dict[int, tuple[dict[int, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
@@ -122,11 +128,15 @@ class Engine:
         self.received.clear()
         self._results = [None] * work.schedule.num_microbatches
         marks.actions = list(row)
+        last_forward = max(i for i, action in enumerate(row) if action.kind == "F")
+        self.clock.begin()
         for i, action in enumerate(row):
             try:
                 for coming in row[i : i + 1 + self.receive_ahead]:
                     self._post(coming, work)
                 self._run_action(action, work, marks.moments)
+                if i == last_forward and work.after_forwards is not None:
+                    work.after_forwards(self._results)
             except Exception as error:
                 failure = self.fail(error, action)
                 if failure is error:
@@ -143,7 +153,7 @@ class Engine:
             self.arrival.backward.flush()
 
     def _run_action(self, action: Action, work: StepWork, moments: list[Any]) -> None:
-        moments.append(self.clock.mark())
+        moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended
         act = self._forward if action.kind == "F" else self._backward
         act(action, work, moments)
         moments.append(self.clock.mark())
@@ -168,7 +178,7 @@ class Engine:
     def _forward(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         m, training = action.microbatch, work.loss_of is not None
         contract, inbox = self._receive(action, work, training)
-        moments.append(self.clock.mark())
+        moments.append(moments[-1] if self.arrival is None else self.clock.mark())
         signature = work.signatures[m]
         learn = self.departure is not None and not self.departure.knows(signature)
         key = self.cut.streams.begin(work.batch, m)
@@ -213,10 +223,11 @@ class Engine:
         m = action.microbatch
         held = self._held.pop(m)
         roots, gradients = self._seed(action, held, work)
-        moments.append(self.clock.mark())
+        moments.append(moments[-1] if self.departure is None else self.clock.mark())
         if roots:
             with held.run.replay():
                 torch.autograd.backward(roots, gradients)
+            self.gradients.collect()
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.backward.send(held.inbox.take_gradients(held.arrival))
 

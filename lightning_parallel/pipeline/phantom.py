@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_inferred: dict[Any, Tensor] = {}
 _NEVER = (int, float, str, type(None))
 _OF_PARAMETER = {"__get__", "__set__", "__delete__", "requires_grad_", "detach", "size", "dim", "numel", "stride", "__hash__", "__len__",
                  "element_size", "is_floating_point", "is_complex", "nelement", "ndimension", "is_contiguous", "__repr__"}  # fmt: skip
@@ -77,7 +78,7 @@ class Phantom(Tensor):
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
         try:
-            result = func(*_on_meta(args), **_on_meta(kwargs))
+            result = _infer(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
@@ -125,6 +126,29 @@ def phantoms_in(tree: Any) -> list[Phantom]:
 def with_values(tree: Any) -> Any:
     """Nested tuples, lists and dicts with every bound Phantom replaced by its value."""
     return tree_map_only(Phantom, bound, tree)
+
+
+def _infer(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives on meta tensors; remembered where it gives one new tensor, since asking is slow."""
+    try:
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        if key in _inferred:
+            return _inferred[key]
+    except TypeError:  # an argument that cannot be a key
+        key = None
+    result = func(*_on_meta(args), **_on_meta(kwargs))
+    if key is not None and isinstance(result, Tensor) and not func._schema.is_mutable and len(_inferred) < 4096:
+        _inferred[key] = result
+    return result
+
+
+def _key(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        meta = x.meta if isinstance(x, Phantom) else x
+        return (tuple(meta.shape), meta.stride(), meta.storage_offset(), meta.dtype)
+    if isinstance(x, (tuple, list)):
+        return tuple(_key(entry) for entry in x)
+    return (type(x), x)
 
 
 def _on_meta(tree: Any) -> Any:

@@ -25,8 +25,7 @@ from lightning_parallel.checkpoint import PrunedOptimizer, full_state_dict, load
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.engine import Engine, Marks, StepWork
-from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.engine import Engine, Marks
 from lightning_parallel.pipeline.parameters import sum_shared_gradients, total_norm
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random_streams import share_generators
@@ -34,7 +33,8 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.refusals import refuse_unsupported
-from lightning_parallel.trainer.step_log import LogSpreader, StepLog
+from lightning_parallel.trainer.step import TrainerStep
+from lightning_parallel.trainer.step_log import LogSpreader
 from lightning_parallel.watch import Patience
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class PipelineStrategy(MeshStrategy):
         self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._pruned: dict[int, PrunedOptimizer] = {}
-        self._fresh: list[tuple[torch.nn.Parameter, Tensor | None]] = []
         self._loss_checked = False
         self.stats: PipelineStats | None = None
 
@@ -136,7 +135,7 @@ class PipelineStrategy(MeshStrategy):
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module)
-        self._spreader = LogSpreader(self, 0, self.pipeline.broadcast)
+        self.spreader = LogSpreader(self.pipeline.tell, self.pipeline.hear, self.pipeline.broadcast)
         self._loss_checked = False
         share_generators(self.broadcast)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -208,18 +207,10 @@ class PipelineStrategy(MeshStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        assert self.lightning_module is not None
-        own = [parameter for _, parameter in self.pipeline.own]
-        before = [parameter.grad for parameter in own]
-        for parameter in own:
-            parameter.grad = None
-        try:
-            with self._batch_norm.step(len(self._sizes(batch))):
-                output = self._step("training", batch, args)
-            self._fresh = [(parameter, parameter.grad) for parameter in own]
-        finally:
-            for parameter, gradient in zip(own, before, strict=True):
-                parameter.grad = gradient
+        sizes = self._sizes(batch)
+        with self.pipeline.engine.gradients.aside(), self._batch_norm.step(len(sizes)):
+            output = self._run("training", batch, args, sizes)
+        self._loss_checked = True
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -230,82 +221,30 @@ class PipelineStrategy(MeshStrategy):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        return self._step("validation", batch, args)
+        return self._run("validation", batch, args, self._sizes(batch))
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return self._step("test", batch, args)
+        return self._run("test", batch, args, self._sizes(batch))
 
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        return self._step("predict", batch, args)
+        return self._run("predict", batch, args, self._sizes(batch))
 
-    def _step(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        module, training = self.lightning_module, kind == "training"
-        assert module is not None and self.stats is not None
-        sizes = self._sizes(batch)
-        parts = microbatch.split(batch, sizes)
-        weights = self._weights(parts, sizes)
+    def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
         if args and args[0] == 0:
             self.pipeline.check_same_batch(kind, batch)
-        log = StepLog(module, self.stage == self.num_stages - 1)
-        method = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
-        context = {"training": "train", "validation": "val"}.get(kind, kind)
-
-        def step_on(part: Any, number: int) -> Any:
-            log.microbatch = number
-            with getattr(self.precision_plugin, f"{context}_step_context")():
-                return method(part, *args)
-
-        scale = 1.0 / module.trainer.accumulate_grad_batches
-        work = StepWork(
-            schedule=self.schedule_for(len(sizes), training),
-            steps=[lambda part=part, i=i: step_on(part, i) for i, part in enumerate(parts)],
-            signatures=self.pipeline.signatures(kind, parts),
-            batch=self._batch_number(kind),
-            loss_of=_loss_of if training else None,
-            scales=[self._scalar(weight * scale) for weight in weights] if training else (),
-        )
-        marks = self.stats.begin(work.schedule) if training else Marks(work.schedule)
-        check = training and self.check_loss and not self._loss_checked and len(sizes) > 1 and log.loss_stage
-        self.pipeline.engine.keep_received = check
-        with log.recording(), self.pipeline.streams.step():
-            results = self.pipeline.engine.run(work, marks)
-        if check:
-            received = [self.pipeline.engine.received[i] for i in range(len(sizes))]
-            with StepLog(module, loss_stage=False).recording(), self.pipeline.streams.step():
-                check_loss(self.pipeline.cut, work.steps, lambda: step_on(batch, 0), received, sizes, weights, _loss_of)
-            self.pipeline.engine.received.clear()
-        self._loss_checked |= training
-        return self._finish(kind, results, sizes, weights, log)
-
-    def _finish(self, kind: str, results: list[Any], sizes: list[int], weights: list[Any], log: StepLog) -> Any:
-        """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
-        at_loss = log.loss_stage
-        output = microbatch.join(results, sizes, weights) if at_loss else None
-        if kind == "predict":
-            return output
-        loss = _loss_of(output) if kind == "training" and at_loss else None
-        loss, calls = self._spreader.spread(loss, log.joined(weights) if at_loss else None, self.root_device)
-        log.replay(calls)
-        if kind != "training":
-            return output
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return TrainerStep(self, kind, batch, args, sizes).run()
 
     def _sizes(self, batch: Any) -> list[int]:
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
 
-    def _weights(self, parts: list[Any], sizes: list[int]) -> list[Any]:
-        if self.loss_weight is None:
-            return [size / sum(sizes) for size in sizes]
-        weights = [self.loss_weight(part) for part in parts]
-        return [weight / sum(weights) for weight in weights]
+    def wants_loss_check(self, step: TrainerStep) -> bool:
+        """Whether this step's loss is compared with that of the whole batch: the first training step's."""
+        return self.check_loss and step.training and not self._loss_checked and len(step.sizes) > 1
 
-    def _scalar(self, value: float | Tensor) -> Tensor:
-        return value if isinstance(value, Tensor) else torch.full((), value, device=self.root_device)
-
-    def _batch_number(self, kind: str) -> int:
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop.epoch_loop
-        return 2 * loop.total_batch_idx + (kind != "training")
+    def marks(self, schedule: Schedule, training: bool) -> Marks:
+        """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""
+        assert self.stats is not None
+        return self.stats.begin(schedule) if training else Marks(schedule)
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -317,13 +256,23 @@ class PipelineStrategy(MeshStrategy):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        gradients = {entry.name: g for (entry, _), (_, g) in zip(self.pipeline.own, self._fresh, strict=True)}
-        sum_shared_gradients(self.pipeline.table, gradients, self.pipeline.all_reduce_over)
+        """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
+        fresh = self.pipeline.engine.gradients.take()
+        names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
+        sum_shared_gradients(self.pipeline.table, names, self.pipeline.all_reduce_over)
+        into: list[Tensor] = []
+        added: list[Tensor] = []
         for entry, parameter in self.pipeline.own:
-            fresh = gradients[entry.name]
-            if fresh is not None:
-                parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
-        self._fresh = []
+            gradient = names[entry.name]
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                into.append(parameter.grad)
+                added.append(gradient)
+        if into:
+            torch._foreach_add_(into, added)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all stages, each parameter counted once."""
@@ -370,16 +319,3 @@ def _read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None
             f" {read.num_microbatches} micro-batches. Leave num_microbatches out, or give a schedule by name."
         )
     return read
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar loss, or a"
-            " dict with one under 'loss'. Skipping a step by returning None is not supported."
-        )
-    return loss
-
-

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,9 +23,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -110,48 +107,61 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
     return weighted_sum(values, weights) / sum(weights)
 
 
+Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options and dtype
+
+
 class LogSpreader:
     """Brings the loss stage's loss and joined log calls to every rank.
 
-    The structure (names, options) travels over the host and only when it is new; the values travel in one tensor on the
-    device, so that nothing waits for it.
+    What is logged (names, options) travels over the host, whole only when it is new, and sets out before the loss stage's
+    last backward, so that nobody waits for it. The values travel in one tensor on the device.
+
+    Args:
+        tell: sends an object from the loss stage to every other rank; does not wait.
+        hear: receives it.
+        broadcast: gives every rank the loss stage's tensor, in place.
     """
 
-    def __init__(self, strategy: Strategy, source: int, broadcast: Callable[[Tensor], None]) -> None:
-        self.strategy, self.source, self._broadcast = strategy, source, broadcast
-        self._structures: list[tuple[torch.dtype | None, list[Any]]] = []
+    def __init__(self, tell: Callable[[Any], None], hear: Callable[[], Any], broadcast: Callable[[Tensor], None]) -> None:
+        self._tell, self._hear, self._broadcast = tell, hear, broadcast
+        self._structures: list[Structure] = []
         # Lightning's advice for ranks that see different rows; here every rank logs the loss stage's value.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
-    def spread(self, loss: Tensor | None, calls: list[LogCall] | None, device: torch.device) -> tuple[Tensor, list[LogCall]]:
-        """Give every rank the loss (zero where the step has none) and the calls; `calls` is None off the loss stage."""
-        dtype, structure = self._agree(loss, calls)
-        values = torch.zeros(1 + len(structure), dtype=torch.float64, device=device)
-        if calls is not None:
-            for i, value in enumerate([0.0 if loss is None else loss, *(call.value for call in calls)]):
-                if isinstance(value, Tensor):
-                    values[i] = value.detach()
-                else:
-                    values[i].fill_(float(value))
-        self._broadcast(values)
-        told = calls if calls is not None else [LogCall(name, None, options, kind) for name, options, kind in structure]
-        for i, call in enumerate(told):
-            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
-        return values[0].to(dtype or torch.get_default_dtype()), told
+    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> None:
+        """On the loss stage, as soon as its forwards are launched: say what will be logged."""
+        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype) for call in calls])
+        if mine in self._structures:
+            self._tell(self._structures.index(mine))
+        else:
+            self._structures.append(mine)
+            self._tell(mine)
 
-    def _agree(self, loss: Tensor | None, calls: list[LogCall] | None) -> tuple[torch.dtype | None, list[Any]]:
-        index = torch.zeros(1, dtype=torch.int64)
-        mine: tuple[torch.dtype | None, list[Any]] = (_dtype(loss), [])
-        if calls is not None:
-            mine[1].extend((call.name, call.options, call.dtype) for call in calls)
-            known = next((i for i, structure in enumerate(self._structures) if structure == mine), -1)
-            index.fill_(known)
-        self._broadcast(index)
-        if int(index) >= 0:
-            return self._structures[int(index)]
-        structure = self.strategy.broadcast(mine, self.source)
-        self._structures.append(structure)
-        return structure
+    def send(self, loss: Tensor | None, calls: list[LogCall], device: torch.device) -> tuple[Tensor, list[LogCall]]:
+        """On the loss stage, after `announce`, at the end of its step."""
+        values = torch.zeros(1 + len(calls), dtype=torch.float64, device=device)
+        for i, value in enumerate([0.0 if loss is None else loss, *(call.value for call in calls)]):
+            if isinstance(value, Tensor):
+                values[i] = value.detach()
+            else:
+                values[i].fill_(float(value))
+        return self._share(values, _dtype(loss), calls)
+
+    def receive(self, device: torch.device) -> tuple[Tensor, list[LogCall]]:
+        """On every other rank, at the end of its step."""
+        told = self._hear()
+        if not isinstance(told, int):
+            self._structures.append(told)
+            told = -1
+        dtype, structure = self._structures[told]
+        calls = [LogCall(name, None, options, kind) for name, options, kind in structure]
+        return self._share(torch.zeros(1 + len(calls), dtype=torch.float64, device=device), dtype, calls)
+
+    def _share(self, values: Tensor, dtype: torch.dtype | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
+        self._broadcast(values)
+        for i, call in enumerate(calls):
+            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
+        return values[0].to(dtype or torch.get_default_dtype()), calls
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -1,0 +1,140 @@
+"""One step of the Trainer, cut into micro-batches: what the engine runs, and what comes of it for the Trainer.
+
+The one idea: everything that a `*_step` call means to Lightning (its batch, its precision context, what it logs, what it
+returns) is gathered in one object for the length of the step, so that the engine needs to know nothing of Lightning and
+the strategy nothing of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.engine import StepWork
+from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
+
+if TYPE_CHECKING:
+    from lightning_parallel.strategies.pipeline import PipelineStrategy
+
+_CONTEXTS = {"training": "train", "validation": "val", "test": "test", "predict": "predict"}
+
+
+class TrainerStep:
+    """A `training_step`, `validation_step`, `test_step` or `predict_step` of all micro-batches of a batch.
+
+    Args:
+        strategy: the strategy that runs it.
+        kind: "training", "validation", "test" or "predict".
+        batch: the whole batch, on this rank's device.
+        args: what Lightning passes to the step after the batch.
+        sizes: rows of each micro-batch.
+    """
+
+    def __init__(self, strategy: PipelineStrategy, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
+        assert strategy.lightning_module is not None
+        self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
+        self.training, self.module = kind == "training", strategy.lightning_module
+        self.at_loss = strategy.stage == strategy.num_stages - 1
+        self.parts = microbatch.split(batch, sizes)
+        self.weights = self._weigh()
+        self.log = StepLog(self.module, self.at_loss)
+        self.output: Any = None
+        self.loss: Tensor | None = None
+        self.calls: list[LogCall] = []
+
+    def work(self) -> StepWork:
+        """What the engine is asked to do."""
+        strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
+        return StepWork(
+            schedule=strategy.schedule_for(len(self.sizes), self.training),
+            steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
+            signatures=strategy.pipeline.signatures(self.kind, self.parts),
+            batch=self._batch_number(),
+            loss_of=loss_of if self.training else None,
+            scales=[self._scalar(weight * scale) for weight in self.weights] if self.training else (),
+            after_forwards=self._announce if self.at_loss and self.kind != "predict" else None,
+        )
+
+    def run(self) -> Any:
+        """Run the step on all micro-batches; returns what the Trainer gets for the batch on this rank."""
+        pipeline, engine = self.strategy.pipeline, self.strategy.pipeline.engine
+        check = self.strategy.wants_loss_check(self) and self.at_loss
+        engine.keep_received = check
+        work = self.work()
+        with self.log.recording(), pipeline.streams.step():
+            results = engine.run(work, self.strategy.marks(work.schedule, self.training))
+        if check:
+            self._check_loss(work)
+        if self.kind == "predict":
+            return microbatch.join(results, self.sizes, self.weights) if self.at_loss else None
+        return self._finish(self.strategy.spreader)
+
+    def _finish(self, spreader: LogSpreader) -> Any:
+        """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
+        device = self.strategy.root_device
+        loss, calls = spreader.send(self.loss, self.calls, device) if self.at_loss else spreader.receive(device)
+        self.log.replay(calls)
+        if not self.training:
+            return self.output
+        return {**self.output, "loss": loss} if isinstance(self.output, Mapping) else loss
+
+    def _announce(self, results: list[Any]) -> None:
+        """The forwards are done: what is returned and logged is known."""
+        self.output = microbatch.join(results, self.sizes, self.weights)
+        self.loss = loss_of(self.output) if self.training else None
+        self.calls = self.log.joined(self.weights)
+        self.strategy.spreader.announce(self.loss, self.calls)
+
+    def _step_on(self, part: Any, number: int) -> Callable[[], Any]:
+        method = getattr(self.module, f"{self.kind}_step")
+        context = getattr(self.strategy.precision_plugin, f"{_CONTEXTS[self.kind]}_step_context")
+
+        def step() -> Any:
+            self.log.microbatch = number
+            with context():
+                return method(part, *self.args)
+
+        return step
+
+    def _check_loss(self, work: StepWork) -> None:
+        pipeline = self.strategy.pipeline
+        received = [pipeline.engine.received[i] for i in range(len(self.sizes))]
+        whole = self._step_on(self.batch, 0)
+        with StepLog(self.module, loss_stage=False).recording(), pipeline.streams.step():
+            check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
+        pipeline.engine.received.clear()
+
+    def _weigh(self) -> list[Any]:
+        """Weight of each micro-batch, summing to 1."""
+        weigh = self.strategy.loss_weight
+        weights = list(self.sizes) if weigh is None else [weigh(part) for part in self.parts]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return value if isinstance(value, Tensor) else torch.full((), value, device=self.strategy.root_device)
+
+    def _batch_number(self) -> int:
+        """A number for the random streams that no other step of this run has."""
+        return 2 * self.module.trainer.fit_loop.epoch_loop.total_batch_idx + (not self.training)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a `training_step` returned.
+
+    Raises:
+        ValueError: it is not one number.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar loss, or a"
+            " dict with one under 'loss'. Skipping a step by returning None is not supported."
+        )
+    return loss
