@@ -13,7 +13,8 @@ from tests.harness import run_ranks
 CPU = torch.device("cpu")
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn,
 ]  # fmt: skip
 
 
@@ -193,8 +194,8 @@ def test_another_dtype_under_the_same_signature_is_refused_or_agreed_anew(dynami
     else:
         assert got == [torch.float32]
         assert message == (
-            "Stage 0 sends torch.bfloat16 (2, 3) where it sent torch.float32 (2, 3) before for a batch of the same shapes. Set"
-            " PipelineStrategy(dynamic_shapes=True) to agree on every transfer anew."
+            "Stage 0 sends torch.bfloat16 (2, 3) where it sent torch.float32 (2, 3) before for a batch of the same"
+            " shapes. Set PipelineStrategy(dynamic_shapes=True) to agree on every transfer anew."
         )
 
 
