@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pairs import Interleave, synchronize  # noqa: E402
+from benchmarks.torch_stage import TorchStage, token_loss  # noqa: E402
 from lightning_parallel.demo.gpt import GPT  # noqa: E402
 from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
 
@@ -40,29 +40,6 @@ class BenchGPT(GPT):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-
-class TorchStage(nn.Module):
-    """One stage's share of a GPT, as torch.distributed.pipelining wants it: tensor in, tensor out."""
-
-    def __init__(self, model: GPT, stage: int, num_stages: int) -> None:
-        super().__init__()
-        bounds = [s * len(model.blocks) // num_stages for s in range(num_stages + 1)]
-        self.first, self.last = stage == 0, stage == num_stages - 1
-        self.embedding, self.position = (model.embedding, model.position) if self.first else (None, None)
-        self.blocks = nn.ModuleList(model.blocks[bounds[stage] : bounds[stage + 1]])
-        self.norm, self.head = (model.norm, model.head) if self.last else (None, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.first:
-            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) if self.last else x
-
-
-def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def torch_peer(make: Callable[[], GPT], schedule: str, batch: Tensor, microbatches: int) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter
@@ -60,6 +61,8 @@ class Pipeline:
         self.table.drop_foreign(device)
         self.table.materialize(device, seed)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
+        self.foreign = [parameter for parameter in model.parameters() if isinstance(parameter, ForeignParameter)]
+        self.gradients = FreshGradients([parameter for _, parameter in self.own])
         self._all = [model.get_parameter(entry.name) for entry in self.table.entries]
         self.to_device(device)
         self._groups = self._open_groups()

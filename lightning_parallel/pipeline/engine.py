@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.channel import Receipt
 from lightning_parallel.pipeline.clock import Clock
-from lightning_parallel.pipeline.gradients import FreshGradients
-from lightning_parallel.pipeline.phantom import Phantom
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
 
@@ -83,7 +81,6 @@ class Engine:
         receive_ahead: how many coming actions have their receives posted before an action runs.
 
     Attributes:
-        gradients: what the backwards of a step add up, apart from `p.grad`.
         keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
 
@@ -93,7 +90,6 @@ class Engine:
     ) -> None:  # fmt: skip
         self.cut, self.stage, self.arrival, self.departure = cut, stage, arrival, departure
         self.clock, self.fail, self.receive_ahead = clock, fail, receive_ahead
-        self.gradients = FreshGradients([parameter for parameter in cut.model.parameters() if not isinstance(parameter, Phantom)])
         self.keep_received = False
         self.received: dict[int, tuple[dict[int, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
@@ -132,8 +128,7 @@ class Engine:
         self.clock.begin()
         for i, action in enumerate(row):
             try:
-                for coming in row[i : i + 1 + self.receive_ahead]:
-                    self._post(coming, work)
+                self._post_ahead(row[i : i + 1 + self.receive_ahead], work)
                 self._run_action(action, work, marks.moments)
                 if i == last_forward and work.after_forwards is not None:
                     work.after_forwards(self._results)
@@ -157,6 +152,15 @@ class Engine:
         act = self._forward if action.kind == "F" else self._backward
         act(action, work, moments)
         moments.append(self.clock.mark())
+
+    def _post_ahead(self, actions: Sequence[Action], work: StepWork) -> None:
+        """Post receives in the order of the sends: none before an earlier one of its channel that is not agreed yet."""
+        waiting: set[str] = set()
+        for action in actions:
+            if action.kind not in waiting:
+                self._post(action, work)
+                if action not in self._posted:
+                    waiting.add(action.kind)
 
     def _post(self, action: Action, work: StepWork) -> None:
         """Post an action's receive if what it brings has been agreed; if not, the action itself will ask."""
@@ -227,7 +231,6 @@ class Engine:
         if roots:
             with held.run.replay():
                 torch.autograd.backward(roots, gradients)
-            self.gradients.collect()
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.backward.send(held.inbox.take_gradients(held.arrival))
 

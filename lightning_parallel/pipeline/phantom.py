@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _inferred: dict[Any, Tensor] = {}
 _NEVER = (int, float, str, type(None))
 _OF_PARAMETER = {"__get__", "__set__", "__delete__", "requires_grad_", "detach", "size", "dim", "numel", "stride", "__hash__", "__len__",
@@ -59,7 +60,7 @@ class Phantom(Tensor):
         for x in leaves:
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
-            if isinstance(x, ForeignParameter) and func.__name__ not in _OF_PARAMETER:
+            if isinstance(x, (ForeignParameter, ForeignGradient)) and func.__name__ not in _OF_PARAMETER:
                 raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
@@ -96,7 +97,14 @@ class Phantom(Tensor):
 
 
 class ForeignParameter(Phantom):
-    """A parameter of another stage: optimizers may group it by name and shape, computation may not use it."""
+    """A parameter of another stage: optimizers may group it by name and shape, computation may not use it.
+
+    Attributes:
+        has_gradient: whether its stage made a gradient by now. `grad` is then a Phantom too, so that a loop over all
+            gradients (a norm, a clipping of one's own) raises where it would leave other stages out in silence.
+    """
+
+    has_gradient = False
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, name: str, stages: Sequence[int]) -> ForeignParameter:
@@ -105,6 +113,16 @@ class ForeignParameter(Phantom):
         parameter = Phantom.__new__(cls, meta, device, origin, requires_grad=like.requires_grad)
         parameter._is_param = True
         return parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_GRADIENT and isinstance(args[0], ForeignParameter) and args[0].has_gradient:
+            return ForeignGradient(args[0].meta, args[0].device, f"the gradient of {args[0].origin}")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class ForeignGradient(Phantom):
+    """The gradient of a parameter of another stage."""
 
 
 def bound(x: Phantom) -> Tensor:
@@ -192,6 +210,11 @@ def _refuse_reshape(func: Any, written: Phantom) -> None:
 
 
 def _unread(x: Phantom, what: str) -> str:
+    if isinstance(x, ForeignGradient):
+        return (
+            f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...) or"
+            " Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this rank holds."
+        )
     if isinstance(x, ForeignParameter):
         return (
             f"The step uses {x.origin}, which this stage does not hold: {what}. Compute such a term from a module's own"

@@ -7,8 +7,8 @@ Left out: anything a model's parameters or steps undergo; that is the subclass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,6 +141,22 @@ class MeshStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         tell(self, getattr(self.lightning_module, "_trainer", None), exception)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """The host's group; opened for a while where the run has ended (`trainer.save_checkpoint` after `fit`)."""
+        environment = self.cluster_environment
+        if dist.is_initialized() or self.world_size == 1 or environment is None:
+            yield
+            return
+        rank, world = self.global_rank, self.world_size
+        store = open_store(environment.main_address, environment.main_port, rank, world, self.timeout)
+        connect(store, rank, world, torch.device("cpu"), self.timeout)
+        try:
+            yield
+            self.barrier("connected")
+        finally:
+            disconnect()
 
     @property
     def failed(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -208,7 +209,8 @@ class PipelineStrategy(MeshStrategy):
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         sizes = self._sizes(batch)
-        with self.pipeline.engine.gradients.aside(), self._batch_norm.step(len(sizes)):
+        keep = not self._will_be_zeroed(args[0] if args else 0)
+        with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)):
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
         return output
@@ -255,11 +257,20 @@ class PipelineStrategy(MeshStrategy):
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
+    def _will_be_zeroed(self, batch_idx: int) -> bool:
+        """Whether Lightning zeroes the gradients between this batch's `training_step` and its `backward`."""
+        module = self.lightning_module
+        assert module is not None
+        first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
+        return first_of_window and not is_overridden("optimizer_zero_grad", module)
+
     def _deliver(self) -> None:
         """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
-        fresh = self.pipeline.engine.gradients.take()
+        fresh = self.pipeline.gradients.take()
         names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
         sum_shared_gradients(self.pipeline.table, names, self.pipeline.all_reduce_over)
+        for parameter in self.pipeline.foreign:
+            parameter.has_gradient = parameter.requires_grad
         into: list[Tensor] = []
         added: list[Tensor] = []
         for entry, parameter in self.pipeline.own:
@@ -290,12 +301,14 @@ class PipelineStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on global rank 0, nothing elsewhere; all ranks call it."""
         assert self.lightning_module is not None
-        return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
+        with self.connected():
+            return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._pruned[id(inner)].full_state(self.pipeline.gather)
+        with self.connected():
+            return self._pruned[id(inner)].full_state(self.pipeline.gather)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

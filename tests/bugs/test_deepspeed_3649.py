@@ -1,6 +1,5 @@
 """Going from evaluation to training and back broke the pipeline."""
 
-import pytest
 import torch
 from lightning.pytorch import Trainer
 
@@ -16,7 +15,6 @@ class Predicts(Classifier):
         return self(batch[0])
 
 
-@pytest.mark.xfail(strict=True, reason="the engine posts a receive whose signature is known before an earlier one's")
 def test_validation_amid_training_with_other_batch_sizes():
     options = {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 2}
     assert_parity(

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.demo import GPT
+from lightning_parallel.pipeline.phantom import ForeignParameter
 from tests.trainer.modules import token_loader
-from tests.trainer.pipelines import LOSS, WEIGHTS, Case, assert_same, many_on_stages, one_process
+from tests.trainer.pipelines import LOSS, WEIGHTS, Case, assert_same, failure_of, many_on_stages, one_process
 
 
 class Clipped(GPT):
@@ -14,7 +15,8 @@ class Clipped(GPT):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: object) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.clipped = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        own = {n: p for n, p in self.named_parameters() if not isinstance(p, ForeignParameter)}
+        self.clipped = {n: p.grad.clone() for n, p in own.items() if p.grad is not None}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -54,3 +56,17 @@ def test_clipping_by_value():
     [records] = many_on_stages([case], 2)
     assert_same(records, one_process(case))
     assert all(float(g.abs().max()) <= 0.002 + 1e-9 for record in records for g in record.extra.values())
+
+
+class OwnClipping(GPT):
+    """Clips by the norm of all gradients it sees, as one does in one process."""
+
+    def configure_gradient_clipping(self, optimizer: object, *args: object, **kwargs: object) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def test_clipping_of_ones_own_is_refused_where_it_would_see_one_stage_only():
+    case = Case(lambda: OwnClipping(11, 16, 16, num_heads=2), token_loader)
+    error = failure_of(case, 2)
+    assert "reads the gradient of parameter" in str(error)
+    assert "Clip with self.clip_gradients(...) or Trainer(gradient_clip_val=...)" in str(error)

@@ -476,7 +476,6 @@ def test_a_checkpoint_is_one_processs(tmp_path):
     assert plain.head.weight is plain.embedding.weight
 
 
-@pytest.mark.xfail(strict=True, reason="the ranks are disconnected when fit ends")
 def test_a_checkpoint_can_be_saved_after_fit(tmp_path):
     path = tmp_path / "after_fit.ckpt"
     case = Case(Classifier, row_loader, after=lambda trainer, module: trainer.save_checkpoint(path))
