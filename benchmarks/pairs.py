@@ -46,7 +46,7 @@ class Interleave(Callback):
         block: steps of a block.
         pairs: how many pairs are kept after the warm-up pairs.
         warm_up: pairs that are thrown away.
-        fence: called before each block is timed, to line the ranks up.
+        fence: lines the ranks up where a clock is read, so that a block ends when its slowest rank has ended.
     """
 
     def __init__(
@@ -71,18 +71,19 @@ class Interleave(Callback):
         return self.block * (self.pairs + self.warm_up)
 
     def _start(self) -> None:
+        self._began = self._now()
+
+    def _now(self) -> float:
         synchronize()
         self.fence()
-        self._began = time.perf_counter()
+        return time.perf_counter()
 
     def _finish(self) -> None:
-        synchronize()
-        ours = (time.perf_counter() - self._began) / self.block
+        ours = (self._now() - self._began) / self.block
         self._start()
         for _ in range(self.block):
             self.peer_step()
-        synchronize()
-        peer = (time.perf_counter() - self._began) / self.block
+        peer = (self._now() - self._began) / self.block
         if self.warm_up:
             self.warm_up -= 1
         else:

@@ -34,7 +34,7 @@ from lightning_parallel.demo.gpt import GPT  # noqa: E402
 from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
 from tests.harness import free_port, run_ranks  # noqa: E402
 
-MODEL = dict(vocabulary=256, context=64, width=256, num_blocks=8, num_heads=4, tie_embeddings=False, explicit_mask=False)
+MODEL = dict(vocabulary=256, context=128, width=256, num_blocks=8, num_heads=4, tie_embeddings=False, explicit_mask=False)
 ROWS, MICROBATCHES = 8, 4
 
 

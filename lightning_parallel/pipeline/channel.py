@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.phantom import TensorMeta
 
+_BLOCK = 512  # bytes of an object's first message
+
 Waiting = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -83,21 +85,29 @@ class Channel:
         return Receipt(tensors, works, what, self.waiting)
 
     def send_object(self, value: Any) -> None:
-        """Send a small picklable object over the host's group."""
+        """Send a small picklable object over the host's group: one message if it fits, a second one for the rest."""
         self._forget_sent()
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for tensor in (torch.tensor([payload.numel()]), payload):
-            work = dist.isend(tensor, self.target, group=self._host_group, tag=self._object_tag)
-            self._sending.append((work, tensor))
+        payload = pickle.dumps(value)
+        block = bytearray(len(payload).to_bytes(8, "little") + payload).ljust(_BLOCK, b"\0")
+        for part in (block[:_BLOCK], block[_BLOCK:]):
+            if part:
+                tensor = torch.frombuffer(part, dtype=torch.uint8)
+                work = dist.isend(tensor, self.target, group=self._host_group, tag=self._object_tag)
+                self._sending.append((work, tensor))
 
     def receive_object(self, what: str) -> Any:
         """Wait for an object."""
-        size = torch.empty(1, dtype=torch.int64)
         with self.waiting(what):
-            dist.recv(size, self.source, group=self._host_group, tag=self._object_tag)
-            payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(payload, self.source, group=self._host_group, tag=self._object_tag)
-        return pickle.loads(payload.numpy().tobytes())
+            block = self._receive_bytes(_BLOCK)
+            size = 8 + int.from_bytes(block[:8], "little")
+            if size > _BLOCK:
+                block += self._receive_bytes(size - _BLOCK)
+        return pickle.loads(block[8:size])
+
+    def _receive_bytes(self, size: int) -> bytes:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        dist.recv(buffer, self.source, group=self._host_group, tag=self._object_tag)
+        return buffer.numpy().tobytes()
 
     def flush(self) -> None:
         """Wait until everything sent has left (on CUDA: let the current stream wait)."""

@@ -136,7 +136,7 @@ class PipelineStrategy(MeshStrategy):
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module)
-        self.spreader = LogSpreader(self.pipeline.tell, self.pipeline.hear, self.pipeline.broadcast)
+        self.spreader = LogSpreader(self.pipeline.tell, self.pipeline.hear, self.pipeline.broadcast, self.root_device)
         self._loss_checked = False
         share_generators(self.broadcast)
         fitting = trainer.state.fn == TrainerFn.FITTING

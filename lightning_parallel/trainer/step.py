@@ -76,8 +76,7 @@ class TrainerStep:
 
     def _finish(self, spreader: LogSpreader) -> Any:
         """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
-        device = self.strategy.root_device
-        loss, calls = spreader.send(self.loss, self.calls, device) if self.at_loss else spreader.receive(device)
+        loss, calls = spreader.send(self.values, self.loss, self.calls) if self.at_loss else spreader.receive()
         self.log.replay(calls)
         if not self.training:
             return self.output
@@ -88,7 +87,7 @@ class TrainerStep:
         self.output = microbatch.join(results, self.sizes, self.weights)
         self.loss = loss_of(self.output) if self.training else None
         self.calls = self.log.joined(self.weights)
-        self.strategy.spreader.announce(self.loss, self.calls)
+        self.values = self.strategy.spreader.announce(self.loss, self.calls)
 
     def _step_on(self, part: Any, number: int) -> Callable[[], Any]:
         method = getattr(self.module, f"{self.kind}_step")

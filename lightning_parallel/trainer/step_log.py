@@ -114,54 +114,73 @@ class LogSpreader:
     """Brings the loss stage's loss and joined log calls to every rank.
 
     What is logged (names, options) travels over the host, whole only when it is new, and sets out before the loss stage's
-    last backward, so that nobody waits for it. The values travel in one tensor on the device.
+    last backward, so that nobody waits for it. On CPU the values go with it; on a device they follow in one tensor at the
+    end of the step, for the host never to wait for the device.
 
     Args:
         tell: sends an object from the loss stage to every other rank; does not wait.
         hear: receives it.
         broadcast: gives every rank the loss stage's tensor, in place.
+        device: where steps compute.
     """
 
-    def __init__(self, tell: Callable[[Any], None], hear: Callable[[], Any], broadcast: Callable[[Tensor], None]) -> None:
-        self._tell, self._hear, self._broadcast = tell, hear, broadcast
+    def __init__(
+        self, tell: Callable[[Any], None], hear: Callable[[], Any], broadcast: Callable[[Tensor], None], device: torch.device
+    ) -> None:
+        self._tell, self._hear, self._broadcast, self._device = tell, hear, broadcast, device
         self._structures: list[Structure] = []
         # Lightning's advice for ranks that see different rows; here every rank logs the loss stage's value.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
-    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> None:
-        """On the loss stage, as soon as its forwards are launched: say what will be logged."""
+    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> Tensor:
+        """On the loss stage, as soon as its forwards are launched: say what will be logged; returns the values."""
+        values = _stack([0.0 if loss is None else loss, *(call.value for call in calls)], self._device)
         mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype) for call in calls])
-        if mine in self._structures:
-            self._tell(self._structures.index(mine))
-        else:
+        known = mine in self._structures
+        if not known:
             self._structures.append(mine)
-            self._tell(mine)
+        on_host = values.tolist() if self._device.type == "cpu" else None
+        self._tell((self._structures.index(mine) if known else mine, on_host))
+        return values
 
-    def send(self, loss: Tensor | None, calls: list[LogCall], device: torch.device) -> tuple[Tensor, list[LogCall]]:
-        """On the loss stage, after `announce`, at the end of its step."""
-        values = torch.zeros(1 + len(calls), dtype=torch.float64, device=device)
-        for i, value in enumerate([0.0 if loss is None else loss, *(call.value for call in calls)]):
-            if isinstance(value, Tensor):
-                values[i] = value.detach()
-            else:
-                values[i].fill_(float(value))
-        return self._share(values, _dtype(loss), calls)
+    def send(self, values: Tensor, loss: Tensor | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
+        """On the loss stage, at the end of its step, with what `announce` returned."""
+        if self._device.type != "cpu":
+            self._broadcast(values)
+        return _assign(values, _dtype(loss), calls)
 
-    def receive(self, device: torch.device) -> tuple[Tensor, list[LogCall]]:
+    def receive(self) -> tuple[Tensor, list[LogCall]]:
         """On every other rank, at the end of its step."""
-        told = self._hear()
+        told, on_host = self._hear()
         if not isinstance(told, int):
             self._structures.append(told)
             told = -1
         dtype, structure = self._structures[told]
         calls = [LogCall(name, None, options, kind) for name, options, kind in structure]
-        return self._share(torch.zeros(1 + len(calls), dtype=torch.float64, device=device), dtype, calls)
+        if on_host is not None:
+            values = torch.tensor(on_host, dtype=torch.float64)
+        else:
+            values = torch.zeros(1 + len(calls), dtype=torch.float64, device=self._device)
+            self._broadcast(values)
+        return _assign(values, dtype, calls)
 
-    def _share(self, values: Tensor, dtype: torch.dtype | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
-        self._broadcast(values)
-        for i, call in enumerate(calls):
-            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
-        return values[0].to(dtype or torch.get_default_dtype()), calls
+
+def _stack(values: list[Any], device: torch.device) -> Tensor:
+    """Numbers and scalar tensors as one float64 vector, without waiting for the device."""
+    stacked = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            stacked[i] = value.detach()
+        elif value:
+            stacked[i].fill_(float(value))
+    return stacked
+
+
+def _assign(values: Tensor, dtype: torch.dtype | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
+    """Give each call its value; returns the loss and the calls."""
+    for i, call in enumerate(calls):
+        call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
+    return values[0].to(dtype or torch.get_default_dtype()), calls
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightning_parallel.pipeline.phantom import ForeignParameter
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import Case, assert_parity, on_stages
 
@@ -11,7 +12,8 @@ class Plain(Classifier):
     """Keeps the gradients that reach the optimizer."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.grads = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+        own = {n: p for n, p in self.named_parameters() if not isinstance(p, ForeignParameter)}
+        self.grads = {n: p.grad.clone() for n, p in own.items() if p.grad is not None}
 
 
 def grads(trainer: object, module: Plain) -> dict[str, Tensor]:
