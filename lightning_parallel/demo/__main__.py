@@ -35,7 +35,7 @@ def train(name: str) -> None:
     import torch
     from lightning.pytorch import Trainer, seed_everything
 
-    from lightning_parallel._warnings import ignore_third_party_warnings
+    from lightning_parallel.cli.warnings import ignore_third_party_warnings
     from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
     from lightning_parallel.strategies import PipelineStrategy
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
 from lightning_parallel.trainer.failures import tell
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
-from lightning_parallel.watch import Patience, Watch, abort_device_groups
+from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

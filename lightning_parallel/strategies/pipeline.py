@@ -36,7 +36,7 @@ from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.refusals import refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader
-from lightning_parallel.watch import Patience
+from lightning_parallel.failure.watch import Patience
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.trainer.failures import exit_hint, reported
-from lightning_parallel.watch import Watch
+from lightning_parallel.failure.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.roll import Patience
-from lightning_parallel.watch import Watch, guarded
+from lightning_parallel.failure.roll import Patience
+from lightning_parallel.failure.watch import Watch, guarded
 from tests.harness import Outcome, free_port, rank_outcomes, run_ranks
 
 QUICK = Patience(beat_s=0.05, stale_s=1.0, blocked_s=0.6, grace_s=0.4, exit_s=0.6, cause_s=1.0)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_parallel import cli
-from lightning_parallel._trainer_cli import explain
+from lightning_parallel.cli.trainer_cli import explain
 
 RUN = ["fit", "--model", "DigitsClassifier", "--data", "DigitsDataModule"]
 STRINGS = "pipeline_1f1b, pipeline_gpipe, pipeline_naive"

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "lightning_parallel"
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-KNOWS_LIGHTNING = ("strategies", "callbacks", "trainer", "demo", "_trainer_cli")
+KNOWS_LIGHTNING = ("strategies", "callbacks", "trainer", "demo")
 ABOVE = tuple(f"lightning_parallel.{part}" for part in (*KNOWS_LIGHTNING, "cli"))
 
 
@@ -78,7 +78,7 @@ def test_strategies_name_no_callback_and_no_command(path):
 
 def test_only_the_command_line_needs_jsonargparse():
     users = {path.name for path in PACKAGE.rglob("*.py") if any("jsonargparse" in name for name in imported_by(path))}
-    assert users <= {"_trainer_cli.py"}
+    assert users <= {"trainer_cli.py"}
 
 
 def test_importing_the_package_imports_neither_torch_nor_lightning():

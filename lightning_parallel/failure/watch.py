@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.errors import Failure, StageError
-from lightning_parallel.processes import open_sockets, this_process, whereabouts
-from lightning_parallel.roll import Hub, Party, Patience, Spoke, Status, lost
+from lightning_parallel.failure.processes import open_sockets, this_process, whereabouts
+from lightning_parallel.failure.roll import Hub, Party, Patience, Spoke, Status, lost
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
 _SAID_S = 1.5  # how long a goodbye or a report may take to arrive

@@ -1,6 +1,6 @@
 """The command ``lightning-parallel``: which part of it is meant, and what it can do.
 
-``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI (``_trainer_cli``), ``schedule`` is the schedule tool
+``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI (``trainer_cli``), ``schedule`` is the schedule tool
 (``schedule_command``). Each is imported only when it is asked for.
 """
 
@@ -56,22 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _schedule(arguments: list[str]) -> int:
-    from lightning_parallel import schedule_command
+    from lightning_parallel.cli import schedule_command
 
     return schedule_command.main(arguments)
 
 
 def _trainer(arguments: list[str]) -> int:
-    from lightning_parallel import _trainer_cli
+    from lightning_parallel.cli import trainer_cli
 
-    return _trainer_cli.run(arguments)
+    return trainer_cli.run(arguments)
 
 
 def _help() -> str:
-    from lightning_parallel import _trainer_cli
+    from lightning_parallel.cli import trainer_cli
 
     commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
-    return HELP.format(commands=commands, names=_trainer_cli.describe_names())
+    return HELP.format(commands=commands, names=trainer_cli.describe_names())
 
 
 def _unknown(command: str) -> str:
@@ -80,7 +80,3 @@ def _unknown(command: str) -> str:
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"lightning-parallel: there is no command {command!r}.{hint} Commands: {', '.join(COMMANDS)}."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from torch.distributed import Store
 
 from lightning_parallel.errors import Failure, name_of
-from lightning_parallel.processes import processor_seconds
-from lightning_parallel.wire import Line, listen
+from lightning_parallel.failure.processes import processor_seconds
+from lightning_parallel.failure.wire import Line, listen
 
 _RANK = struct.Struct("!I")
 _TOKEN_BYTES = 32

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import callbacks, demo, strategies
-from lightning_parallel._warnings import ignore_third_party_warnings
+from lightning_parallel.cli.warnings import ignore_third_party_warnings
 
 
 class StrategyName(str):

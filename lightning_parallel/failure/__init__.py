@@ -1,0 +1,4 @@
+"""Nothing hangs: a failure anywhere ends every rank, with the first one as the reason all of them give.
+
+`watch.py` is what the rest calls; `roll.py` finds ranks that are gone, silent or stuck, over the connections of `wire.py`.
+"""
