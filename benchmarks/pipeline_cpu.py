@@ -28,13 +28,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.pairs import Interleave, Pairs  # noqa: E402
-from benchmarks.torch_stage import TorchStage, token_loss  # noqa: E402
-from lightning_parallel.demo.gpt import GPT  # noqa: E402
-from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
-from tests.harness import free_port, run_ranks  # noqa: E402
+from benchmarks.pairs import Interleave, Pairs
+from benchmarks.torch_stage import TorchStage, token_loss
+from lightning_parallel.demo.gpt import GPT
+from lightning_parallel.strategies import PipelineStrategy
+from tests.harness import free_port, run_ranks
 
-MODEL = dict(vocabulary=256, context=128, width=256, num_blocks=8, num_heads=4, tie_embeddings=False, explicit_mask=False)
+MODEL = dict(
+    vocabulary=256, context=128, width=256, num_blocks=8, num_heads=4, tie_embeddings=False, explicit_mask=False
+)
 ROWS, MICROBATCHES = 8, 4
 
 
@@ -98,7 +100,9 @@ def one_stage(rank: int, pairs: int) -> Pairs:
     interleave = Interleave(lambda module: turns.take, block=2, pairs=pairs)
     plain = threading.Thread(target=lambda: plain_trainer(interleave.steps, turns), daemon=True)
     plain.start()
-    trainer(interleave.steps, PipelineStrategy(num_microbatches=1), 1, [interleave]).fit(make(), loader(interleave.steps))
+    trainer(interleave.steps, PipelineStrategy(num_microbatches=1), 1, [interleave]).fit(
+        make(), loader(interleave.steps)
+    )
     plain.join()
     return interleave.result
 

@@ -26,10 +26,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.pairs import Interleave, synchronize  # noqa: E402
-from benchmarks.torch_stage import TorchStage, token_loss  # noqa: E402
-from lightning_parallel.demo.gpt import GPT  # noqa: E402
-from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
+from benchmarks.pairs import Interleave, synchronize
+from benchmarks.torch_stage import TorchStage, token_loss
+from lightning_parallel.demo.gpt import GPT
+from lightning_parallel.strategies import PipelineStrategy
 
 PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 BAR = 1.02
@@ -136,9 +136,17 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         return step
 
     block = max(1, args.block if rows * length > 2048 else 3 * args.block)
-    pairs = Interleave(make_peer, block=block, pairs=args.pairs, fence=lambda: dist.barrier(device_ids=[torch.cuda.current_device()]))
+    pairs = Interleave(
+        make_peer, block=block, pairs=args.pairs, fence=lambda: dist.barrier(device_ids=[torch.cuda.current_device()])
+    )
     loader = repeat({"input_ids": tokens}, pairs.steps)
-    strategy = PipelineStrategy(schedule=schedule, num_microbatches=args.microbatches, partition="count", check_loss=False, receive_ahead=args.receive_ahead)
+    strategy = PipelineStrategy(
+        schedule=schedule,
+        num_microbatches=args.microbatches,
+        partition="count",
+        check_loss=False,
+        receive_ahead=args.receive_ahead,
+    )
     model = make_model(hparams, BenchGPT)
     limits: list[float] = []
     peaks: list[float] = []
@@ -172,11 +180,15 @@ def check_parity(world: int) -> None:
         def __init__(self) -> None:
             self.seen: list[Tensor] = []
 
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: dict, *args: object) -> None:
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: dict, *args: object
+        ) -> None:
             self.seen.append(outputs["loss"])
 
     ours, plain = Losses(), Losses()
-    trainer(world, 3, "32", PipelineStrategy(num_microbatches=4), [ours]).fit(make_model(hparams), repeat({"input_ids": tokens}, 3))
+    trainer(world, 3, "32", PipelineStrategy(num_microbatches=4), [ours]).fit(
+        make_model(hparams), repeat({"input_ids": tokens}, 3)
+    )
     model = make_model(hparams)
     optimizer = model.configure_optimizers()
     for _ in range(3):
@@ -187,7 +199,9 @@ def check_parity(world: int) -> None:
         plain.seen.append(loss.detach())
     difference = max(abs(float(a) - float(b)) for a, b in zip(ours.seen, plain.seen, strict=True))
     if int(os.environ["RANK"]) == 0:
-        print(f"parity on {world} GPUs: largest difference of three losses from one process {difference:.2e}", flush=True)
+        print(
+            f"parity on {world} GPUs: largest difference of three losses from one process {difference:.2e}", flush=True
+        )
     assert difference < 1e-4, difference
 
 
@@ -196,7 +210,9 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", default=["1x1024", "4x2048"], help="rows x length of a micro-batch")
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], choices=list(PEERS))
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--block", type=int, default=2, help="steps of a block (three times as many for small micro-batches)")
+    parser.add_argument(
+        "--block", type=int, default=2, help="steps of a block (three times as many for small micro-batches)"
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -208,7 +224,10 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if int(os.environ["RANK"]) == 0:
-        print(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}", flush=True)
+        print(
+            f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}",
+            flush=True,
+        )
     check_parity(world)
     for shape in args.tokens:
         rows, length = map(int, shape.split("x"))

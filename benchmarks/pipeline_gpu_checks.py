@@ -22,13 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter  # noqa: E402
-from lightning_parallel.demo.gpt import GPT  # noqa: E402
-from lightning_parallel.errors import StageError  # noqa: E402
-from lightning_parallel.pipeline.engine import Engine  # noqa: E402
-from lightning_parallel.strategies import PipelineStrategy  # noqa: E402
+from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+from lightning_parallel.demo.gpt import GPT
+from lightning_parallel.errors import StageError
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.strategies import PipelineStrategy
 
-MODEL = dict(vocabulary=4096, context=1024, width=1024, num_blocks=8, num_heads=8, tie_embeddings=True, explicit_mask=False)
+MODEL = dict(
+    vocabulary=4096, context=1024, width=1024, num_blocks=8, num_heads=8, tie_embeddings=True, explicit_mask=False
+)
 MONITOR_BAR = 0.01
 
 
@@ -62,7 +64,9 @@ class CopiesOfAStep(Callback):
             results = self._run(engine, *args)
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
-        self.copies = sum("DtoH" in name or "Device -> Pageable" in name or "Device -> Pinned" in name for name in names)
+        self.copies = sum(
+            "DtoH" in name or "Device -> Pageable" in name or "Device -> Pinned" in name for name in names
+        )
         self.reads = sum(name in ("aten::item", "aten::_local_scalar_dense", "aten::nonzero") for name in names)
         self.kernels = len(names)
         return results
@@ -99,7 +103,9 @@ def fit_and_validate(folder: str) -> bool:
     began = {}
 
     class StepTime(Callback):
-        def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: object, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Trainer, module: LightningModule, batch: object, batch_idx: int
+        ) -> None:
             if batch_idx in (10, 40):
                 torch.cuda.synchronize()
                 began[batch_idx] = time.perf_counter()
@@ -109,8 +115,14 @@ def fit_and_validate(folder: str) -> bool:
     step = (began[40] - began[10]) / 30
     share = monitor.seconds / monitor.steps / step
     rank = int(os.environ["RANK"])
-    print(f"rank {rank}: copies to the host inside a step {copies.copies}, reads {copies.reads} (of {copies.kernels} events)", flush=True)
-    print(f"rank {rank}: BubbleMonitor {1e6 * monitor.seconds / monitor.steps:.0f} us a step, {share:.2%} of {1e3 * step:.1f} ms", flush=True)
+    print(
+        f"rank {rank}: copies to the host inside a step {copies.copies}, reads {copies.reads} (of {copies.kernels} events)",
+        flush=True,
+    )
+    print(
+        f"rank {rank}: BubbleMonitor {1e6 * monitor.seconds / monitor.steps:.0f} us a step, {share:.2%} of {1e3 * step:.1f} ms",
+        flush=True,
+    )
     if rank == 0:
         print(monitor.summary(), flush=True)
     [metrics] = run.validate(module, loader(2), verbose=False)
@@ -131,7 +143,10 @@ def fail(folder: str) -> bool:
         trainer(5, [], folder).fit(make(Fails), loader(5))
     except StageError as error:
         took = time.perf_counter() - began
-        print(f"rank {os.environ['RANK']}: ended after {took:.1f} s with {type(error.__cause__).__name__}: {error}", flush=True)
+        print(
+            f"rank {os.environ['RANK']}: ended after {took:.1f} s with {type(error.__cause__).__name__}: {error}",
+            flush=True,
+        )
         return isinstance(error.__cause__, ValueError) and took < 30
     return False
 

@@ -40,7 +40,9 @@ class PrunedOptimizer:
         own = {
             self.number[entry.name]: _to_host(self.optimizer.state[parameter])
             for entry, parameter in self.table.own()
-            if entry.is_counted_on(self.table.stage) and entry.name in self.number and self.optimizer.state.get(parameter)
+            if entry.is_counted_on(self.table.stage)
+            and entry.name in self.number
+            and self.optimizer.state.get(parameter)
         }
         parts = gather(own)
         if parts is None:
@@ -84,7 +86,9 @@ def full_state_dict(model: nn.Module, table: ParameterTable, gather: Gather) -> 
     if parts is None:
         return {}
     merged = {name: value for part in parts for name, value in part.items()}
-    rest = {name: _to_host(value) for name, value in state.items() if name not in merged and not isinstance(value, Phantom)}
+    rest = {
+        name: _to_host(value) for name, value in state.items() if name not in merged and not isinstance(value, Phantom)
+    }
     return {name: merged.get(name, rest.get(name)) for name in state}
 
 
@@ -95,13 +99,19 @@ def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping
         RuntimeError: in strict mode, keys are missing or unexpected (the text of `nn.Module.load_state_dict`).
     """
     mine = model.state_dict()
-    foreign = {name for name, value in mine.items() if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Phantom))}
+    foreign = {
+        name
+        for name, value in mine.items()
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, Phantom))
+    }
     missing, unexpected = [k for k in mine if k not in state], [k for k in state if k not in mine]
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(model).__name__}: missing key(s) {missing}, unexpected key(s) {unexpected}."
         )
-    model.load_state_dict({name: value for name, value in state.items() if name in mine and name not in foreign}, strict=False)
+    model.load_state_dict(
+        {name: value for name, value in state.items() if name in mine and name not in foreign}, strict=False
+    )
 
 
 def _is_mine(name: str, value: Any, table: ParameterTable) -> bool:

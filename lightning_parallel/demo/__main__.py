@@ -35,8 +35,8 @@ def train(name: str) -> None:
     import torch
     from lightning.pytorch import Trainer, seed_everything
 
-    from lightning_parallel.cli.warnings import ignore_third_party_warnings
     from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+    from lightning_parallel.cli.warnings import ignore_third_party_warnings
     from lightning_parallel.strategies import PipelineStrategy
 
     ignore_third_party_warnings()

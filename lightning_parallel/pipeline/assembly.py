@@ -28,6 +28,8 @@ from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Cut
 
+_TRANSFER_BLOCKS = 4  # of the 132 multiprocessors of an H100; NCCL takes up to 32 for a large message between two GPUs
+
 
 class Pipeline:
     """One rank's part of a model that runs as a pipeline.
@@ -204,10 +206,17 @@ class Pipeline:
         return arrival, departure
 
     def _open_channel(self, source: int, target: int, tag: int, waiting: Waiting) -> Channel:
-        group = dist.new_group([source, target]) if self.device.type == "cuda" else None
+        group = dist.new_group([source, target], **_few_blocks()) if self.device.type == "cuda" else None
         channel = Channel(source, target, tag, self.device, None, group, waiting)
         channel.warm_up(self.rank)
         return channel
+
+
+def _few_blocks() -> dict[str, Any]:
+    """A transfer's kernel waits on the device for its peer; it may keep only a few multiprocessors from computing."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _TRANSFER_BLOCKS
+    return {"backend": "nccl", "pg_options": options}
 
 
 @contextmanager

@@ -57,7 +57,9 @@ def check_loss(
             return _could_not("the step draws random numbers outside its modules")
         try:
             joined = loss(whole, _join(received, sizes), 1)
-        except Exception as error:  # the joined batch may be what the user's code cannot do: then there is nothing to compare
+        except (
+            Exception
+        ) as error:  # the joined batch may be what the user's code cannot do: then there is nothing to compare
             return _could_not(f"the step fails on the joined batch: {type(error).__name__}: {error}")
     mean = microbatch.weighted_sum(parts, weights)
     close = (mean - joined).abs() <= _tolerance(cut, received) * joined.abs().clamp_min(1e-3)

@@ -182,7 +182,9 @@ def _on_meta(tree: Any) -> Any:
 
 def _made_real(tree: Any) -> Any:
     """An operator's arguments with memory, so that a draw moves the generators as it does on the stage that has the data."""
-    return tree_map_only(Phantom, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1), tree)
+    return tree_map_only(
+        Phantom, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1), tree
+    )
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phantom | None:
@@ -193,7 +195,9 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         target = args[i] if i < len(args) else kwargs.get(argument.name)
         for real in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(real, Tensor) and not isinstance(real, Phantom):
-                raise PhantomError(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
+                raise PhantomError(
+                    _unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}")
+                )
         if isinstance(target, Phantom):
             return target
     return None

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline.partition import Layout, Unit
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError, TensorMeta, bound, describe, phantoms_in, summon, with_values
+from lightning_parallel.pipeline.phantom import (
+    Phantom,
+    PhantomError,
+    TensorMeta,
+    bound,
+    describe,
+    phantoms_in,
+    summon,
+    with_values,
+)
 from lightning_parallel.pipeline.random_streams import RandomStreams
 
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
@@ -113,7 +122,9 @@ class StageRun:
         """A module without parameters runs on every stage."""
         return self._with_own_numbers(number, module, args, kwargs)
 
-    def _with_own_numbers(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_own_numbers(
+        self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         saved = self.cut.streams.enter(self.key, number)
         try:
             return module(*args, **kwargs)

@@ -23,7 +23,12 @@ class PipelineStats:
     """
 
     def __init__(
-        self, schedule: Schedule, row: int, row_ranks: Sequence[int], clock: Clock, all_gather: Callable[[Any], list[Any]]
+        self,
+        schedule: Schedule,
+        row: int,
+        row_ranks: Sequence[int],
+        clock: Clock,
+        all_gather: Callable[[Any], list[Any]],
     ) -> None:
         self.schedule, self.row, self.row_ranks = schedule, row, tuple(row_ranks)
         self._clock, self._all_gather = clock, all_gather
@@ -54,7 +59,9 @@ class PipelineStats:
     def _trace(self, newest: int) -> StepTrace | None:
         if self._cached[0] != newest:
             self._read()
-            mine = {step: (schedule.num_microbatches, times) for step, schedule, times in self._finished if step <= newest}
+            mine = {
+                step: (schedule.num_microbatches, times) for step, schedule, times in self._finished if step <= newest
+            }
             everyone = self._all_gather(mine)
             common = set.intersection(*(set(entry) for entry in everyone))
             self._cached = (newest, self._build(max(common), everyone) if common else None)
@@ -79,7 +86,9 @@ class PipelineStats:
         schedule = next(schedule for number, schedule, _ in self._finished if number == step)
         rows = []
         for row in range(schedule.num_ranks):
-            times = next(entry[step][1] for entry, rank_row in zip(everyone, self._rows(), strict=True) if rank_row == row)
+            times = next(
+                entry[step][1] for entry, rank_row in zip(everyone, self._rows(), strict=True) if rank_row == row
+            )
             spans = []
             for i, action in enumerate(schedule.actions[row]):
                 began, ready, ended = times[3 * i : 3 * i + 3]

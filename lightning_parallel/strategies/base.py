@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
 from lightning_parallel.trainer.failures import tell
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
-from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -185,7 +185,11 @@ class MeshStrategy(ParallelStrategy):
     def _keep_weights(self) -> None:
         """Forked and spawned ranks end with the run: hand the trained weights to the process that started them."""
         module = self.lightning_module
-        if hasattr(self.launcher, "keep_weights") and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if (
+            hasattr(self.launcher, "keep_weights")
+            and module is not None
+            and module.trainer.state.fn == TrainerFn.FITTING
+        ):
             self.launcher.keep_weights(self.lightning_module_state_dict)
 
     def blocked(self, what: str) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import PrunedOptimizer, full_state_dict, load_full_state_dict
+from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
@@ -36,7 +37,6 @@ from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.refusals import refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader
-from lightning_parallel.failure.watch import Patience
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -79,7 +79,9 @@ class PipelineStrategy(MeshStrategy):
     ) -> None:  # fmt: skip
         super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         if num_microbatches is not None and num_microbatches < 1:
-            raise ValueError(f"PipelineStrategy(num_microbatches={num_microbatches}): a batch has at least one micro-batch.")
+            raise ValueError(
+                f"PipelineStrategy(num_microbatches={num_microbatches}): a batch has at least one micro-batch."
+            )
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes

@@ -33,8 +33,8 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from lightning_parallel.errors import Failure, StageError, add_note
 from lightning_parallel.failure.roll import lost
-from lightning_parallel.trainer.failures import exit_hint, reported, tell
 from lightning_parallel.failure.watch import Watch, is_communication_error
+from lightning_parallel.trainer.failures import exit_hint, reported, tell
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

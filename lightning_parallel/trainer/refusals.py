@@ -43,4 +43,6 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             " the override; on_before_backward and on_after_backward are called as ever."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(f"{name} cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the batch.")
+        raise ValueError(
+            f"{name} cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the batch."
+        )

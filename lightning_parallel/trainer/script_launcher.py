@@ -22,8 +22,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from lightning_parallel.trainer.failures import exit_hint, reported
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.trainer.failures import exit_hint, reported
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

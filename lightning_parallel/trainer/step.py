@@ -35,7 +35,9 @@ class TrainerStep:
         sizes: rows of each micro-batch.
     """
 
-    def __init__(self, strategy: PipelineStrategy, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
+    def __init__(
+        self, strategy: PipelineStrategy, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]
+    ) -> None:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module

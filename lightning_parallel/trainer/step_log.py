@@ -85,7 +85,9 @@ class StepLog:
         value = value.detach() if isinstance(value, Tensor) else value
         self._notes.setdefault((name, occurrence), []).append((self.microbatch, value, options))
 
-    def _join(self, name: str, notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]) -> LogCall:
+    def _join(
+        self, name: str, notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]
+    ) -> LogCall:
         options = dict(notes[-1][2])
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(note[2]["batch_size"] for note in notes)
@@ -125,7 +127,11 @@ class LogSpreader:
     """
 
     def __init__(
-        self, tell: Callable[[Any], None], hear: Callable[[], Any], broadcast: Callable[[Tensor], None], device: torch.device
+        self,
+        tell: Callable[[Any], None],
+        hear: Callable[[], Any],
+        broadcast: Callable[[Tensor], None],
+        device: torch.device,
     ) -> None:
         self._tell, self._hear, self._broadcast, self._device = tell, hear, broadcast, device
         self._structures: list[Structure] = []

@@ -1,6 +1,5 @@
 """Ten rows in four micro-batches: later stages kept the first size, and the other rank saw a closed connection."""
 
-
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import Case, assert_parity
 

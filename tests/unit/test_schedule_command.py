@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from lightning_parallel.cli.schedule_command import grid, main
 from lightning_parallel.pipeline import Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.simulator import Costs, simulate
-from lightning_parallel.cli.schedule_command import grid, main
 
 FOUR_BY_EIGHT = ["1f1b", "--stages", "4", "--microbatches", "8"]
 
