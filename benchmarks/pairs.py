@@ -28,8 +28,8 @@ class Pairs:
         ours, peer, ratio = (statistics.median(x) for x in (self.ours, self.peer, ratios))
         verdict = "met" if ratio <= bar else "MISSED"
         return (
-            f"{name}: ours {1e3 * ours:.2f} ms, peer {1e3 * peer:.2f} ms, ratio {ratio:.4f} (quartiles {low:.4f} .. {high:.4f},"
-            f" {len(ratios)} pairs), bar {bar} {verdict}"
+            f"{name}: ours {1e3 * ours:.2f} ms, peer {1e3 * peer:.2f} ms, ratio {ratio:.4f} (quartiles {low:.4f} .."
+            f" {high:.4f}, {len(ratios)} pairs), bar {bar} {verdict}"
         )
 
 
@@ -50,9 +50,13 @@ class Interleave(Callback):
     """
 
     def __init__(
-        self, peer: Callable[[LightningModule], Callable[[], None]], block: int, pairs: int, warm_up: int = 3,
+        self,
+        peer: Callable[[LightningModule], Callable[[], None]],
+        block: int,
+        pairs: int,
+        warm_up: int = 3,
         fence: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.make_peer, self.block, self.pairs, self.warm_up, self.fence = peer, block, pairs, warm_up, fence
         self.result = Pairs()
 

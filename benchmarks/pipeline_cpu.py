@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline_cpu.py [--pairs 30]
 
-1. PipelineStrategy("1f1b") on 2 stages through Trainer.fit against torch.distributed.pipelining's Schedule1F1B in a bare
-   loop: same GPT, same rows, 4 micro-batches, SGD. Bar 1.05.
+1. PipelineStrategy("1f1b") on 2 stages through Trainer.fit against torch.distributed.pipelining's Schedule1F1B in a
+   bare loop: same GPT, same rows, 4 micro-batches, SGD. Bar 1.05.
 2. PipelineStrategy on one stage against a plain single-device Trainer, same model and rows, one micro-batch. Bar 1.03.
 
 CPU times are noisy: read the ratio and its quartiles, not the milliseconds.
@@ -34,9 +34,15 @@ from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
 
-MODEL = dict(
-    vocabulary=256, context=128, width=256, num_blocks=8, num_heads=4, tie_embeddings=False, explicit_mask=False
-)
+MODEL = {
+    "vocabulary": 256,
+    "context": 128,
+    "width": 256,
+    "num_blocks": 8,
+    "num_heads": 4,
+    "tie_embeddings": False,
+    "explicit_mask": False,
+}
 ROWS, MICROBATCHES = 8, 4
 
 
@@ -58,9 +64,17 @@ def rows() -> Tensor:
 
 def trainer(steps: int, strategy: object, devices: int, callbacks: list) -> Trainer:
     return Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=steps, max_epochs=-1, logger=False, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def loader(steps: int) -> DataLoader:
@@ -85,9 +99,15 @@ def torch_peer(module: LightningModule) -> Callable[[], None]:
 
 def two_stages(rank: int, port: int, pairs: int) -> Pairs:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="benchmark",
+    )
     interleave = Interleave(torch_peer, block=2, pairs=pairs, fence=dist.barrier)
     strategy = PipelineStrategy(schedule="1f1b", num_microbatches=MICROBATCHES, partition="count")
     trainer(interleave.steps, strategy, 2, [interleave]).fit(make(), loader(interleave.steps))

@@ -1,6 +1,7 @@
 """Ours through Trainer.fit against torch.distributed.pipelining in a bare loop, same model, same GPUs, one run.
 
-    torchrun --nproc-per-node 2 benchmarks/pipeline_gpu.py [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20]
+    torchrun --nproc-per-node 2 benchmarks/pipeline_gpu.py
+        [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20]
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches; one stage a GPU. First, with a small
 model, losses are compared with one process. Beside the ratio: what one stage computes with nobody to wait for, times
@@ -107,17 +108,31 @@ class Peak(Callback):
 
 def trainer(devices: int, steps: int, precision: str, strategy: object, callbacks: list[Callback]) -> Trainer:
     return Trainer(
-        accelerator="cuda", devices=devices, strategy=strategy, precision=precision, max_steps=steps, max_epochs=-1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        accelerator="cuda",
+        devices=devices,
+        strategy=strategy,
+        precision=precision,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
 
 
 def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, world: int) -> None:
-    hparams = dict(
-        vocabulary=args.vocabulary, context=length, width=args.width, num_blocks=args.layers, num_heads=args.width // 128,
-        tie_embeddings=False, explicit_mask=False,
-    )  # fmt: skip
+    hparams = {
+        "vocabulary": args.vocabulary,
+        "context": length,
+        "width": args.width,
+        "num_blocks": args.layers,
+        "num_heads": args.width // 128,
+        "tie_embeddings": False,
+        "explicit_mask": False,
+    }
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, args.vocabulary, (rows * args.microbatches, length), generator=generator)
     batch = tokens.cuda()
@@ -163,8 +178,8 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
         print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))
         print(
-            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; peak above start, dearest rank: ours"
-            f" {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB",
+            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; peak above start, dearest rank:"
+            f" ours {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB",
             flush=True,
         )
     del model, pairs
@@ -173,7 +188,7 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
 
 def check_parity(world: int) -> None:
     """A small fp32 model: three losses of the pipeline beside those of one process."""
-    hparams = dict(vocabulary=64, context=32, width=256, num_blocks=2 * world, num_heads=2)
+    hparams = {"vocabulary": 64, "context": 32, "width": 256, "num_blocks": 2 * world, "num_heads": 2}
     tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(1))
 
     class Losses(Callback):

@@ -28,9 +28,15 @@ from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.strategies import PipelineStrategy
 
-MODEL = dict(
-    vocabulary=4096, context=1024, width=1024, num_blocks=8, num_heads=8, tie_embeddings=True, explicit_mask=False
-)
+MODEL = {
+    "vocabulary": 4096,
+    "context": 1024,
+    "width": 1024,
+    "num_blocks": 8,
+    "num_heads": 8,
+    "tie_embeddings": True,
+    "explicit_mask": False,
+}
 MONITOR_BAR = 0.01
 
 
@@ -91,10 +97,19 @@ def loader(steps: int) -> DataLoader:
 
 def trainer(steps: int, callbacks: list[Callback], folder: str) -> Trainer:
     return Trainer(
-        accelerator="cuda", devices=int(os.environ["WORLD_SIZE"]), precision="bf16-mixed", max_steps=steps, max_epochs=-1,
-        strategy=PipelineStrategy(num_microbatches=8), callbacks=callbacks, logger=CSVLogger(folder), log_every_n_steps=10,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cuda",
+        devices=int(os.environ["WORLD_SIZE"]),
+        precision="bf16-mixed",
+        max_steps=steps,
+        max_epochs=-1,
+        strategy=PipelineStrategy(num_microbatches=8),
+        callbacks=callbacks,
+        logger=CSVLogger(folder),
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def fit_and_validate(folder: str) -> bool:
@@ -116,11 +131,13 @@ def fit_and_validate(folder: str) -> bool:
     share = monitor.seconds / monitor.steps / step
     rank = int(os.environ["RANK"])
     print(
-        f"rank {rank}: copies to the host inside a step {copies.copies}, reads {copies.reads} (of {copies.kernels} events)",
+        f"rank {rank}: copies to the host inside a step {copies.copies}, reads {copies.reads} (of {copies.kernels}"
+        " events)",
         flush=True,
     )
     print(
-        f"rank {rank}: BubbleMonitor {1e6 * monitor.seconds / monitor.steps:.0f} us a step, {share:.2%} of {1e3 * step:.1f} ms",
+        f"rank {rank}: BubbleMonitor {1e6 * monitor.seconds / monitor.steps:.0f} us a step, {share:.2%} of"
+        f" {1e3 * step:.1f} ms",
         flush=True,
     )
     if rank == 0:

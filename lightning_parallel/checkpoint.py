@@ -1,7 +1,7 @@
 """One full checkpoint from the parts that ranks hold, in the keys and the numbering of one process, and back.
 
-The one idea: every rank knows the names of all parameters and the groups the user's `configure_optimizers` made of them. A
-rank's optimizer keeps only what the rank owns; its state is told by name, so that it fits any number of stages.
+The one idea: every rank knows the names of all parameters and the groups the user's `configure_optimizers` made of
+them. A rank's optimizer keeps only what the rank owns; its state is told by name, so that it fits any number of stages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PrunedOptimizer:
         unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in name_of]
         if unknown:
             raise ValueError(
-                f"configure_optimizers gave {type(optimizer).__name__} {len(unknown)} parameters that the LightningModule does not"
-                " register. Assign their module to an attribute of the LightningModule."
+                f"configure_optimizers gave {type(optimizer).__name__} {len(unknown)} parameters that the"
+                " LightningModule does not register. Assign their module to an attribute of the LightningModule."
             )
         self.optimizer, self.table = optimizer, table
         self.groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -61,8 +61,8 @@ class PrunedOptimizer:
         sizes = [len(group["params"]) for group in state["param_groups"]]
         if sizes != [len(names) for names in self.groups]:
             raise ValueError(
-                f"The checkpoint's {type(self.optimizer).__name__} has parameter groups of sizes {sizes}, this run's has"
-                f" {[len(names) for names in self.groups]}. Resume with the optimizer that saved it."
+                f"The checkpoint's {type(self.optimizer).__name__} has parameter groups of sizes {sizes}, this run's"
+                f" has {[len(names) for names in self.groups]}. Resume with the optimizer that saved it."
             )
         local: dict[int, Any] = {}
         groups, count = [], 0
@@ -77,8 +77,8 @@ class PrunedOptimizer:
 def full_state_dict(model: nn.Module, table: ParameterTable, gather: Gather) -> dict[str, Any]:
     """The model's state dict as one process would have it, on the host; empty off the gathering rank.
 
-    Parameters come from the first stage that holds them, buffers of units from their stage, other buffers and extra state
-    from the gathering rank.
+    Parameters come from the first stage that holds them, buffers of units from their stage, other buffers and extra
+    state from the gathering rank.
     """
     state = model.state_dict()
     own = {name: _to_host(value) for name, value in state.items() if _is_mine(name, value, table)}
@@ -107,7 +107,8 @@ def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping
     missing, unexpected = [k for k in mine if k not in state], [k for k in state if k not in mine]
     if strict and (missing or unexpected):
         raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(model).__name__}: missing key(s) {missing}, unexpected key(s) {unexpected}."
+            f"Error(s) in loading state_dict for {type(model).__name__}: missing key(s) {missing}, unexpected key(s)"
+            f" {unexpected}."
         )
     model.load_state_dict(
         {name: value for name, value in state.items() if name in mine and name not in foreign}, strict=False

@@ -37,8 +37,8 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store of one run. Behind it is one connection for the life of the process, in which every run has its own keys,
-    so that `fit` and then `validate` in one process never race for a port."""
+    """The store of one run. Behind it is one connection for the life of the process, in which every run has its own
+    keys, so that `fit` and then `validate` in one process never race for a port."""
     address = (host, port)
     if address not in _stores:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
@@ -52,14 +52,15 @@ def connect(store: dist.Store, rank: int, world_size: int, device: torch.device,
     # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
 
 
 def disconnect(failed: bool = False) -> None:
     """Close every process group of this process; after a failure without waiting for what is still on its way.
 
-    NCCL communicators are aborted: all work is done by then, and an orderly end would wait for groups that others opened.
+    NCCL communicators are aborted: all work is done by then, and an orderly end would wait for groups that others
+    opened.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return

@@ -52,9 +52,16 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, world_size: int, store: dist.Store | None = None, *, host: str = "127.0.0.1",
-        stage: int | None = None, patience: Patience | None = None, exit: Callable[[int], object] = os._exit,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None = None,
+        *,
+        host: str = "127.0.0.1",
+        stage: int | None = None,
+        patience: Patience | None = None,
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
         self.rank, self.world_size, self._stage = rank, world_size, stage
         self.waiting: str | None = None
         self.progress = 0

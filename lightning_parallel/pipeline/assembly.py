@@ -1,7 +1,7 @@
 """A pipeline put together on one rank: the cut model, its parameters, its channels, its engine.
 
-The one idea: this is the only place that knows both which rank holds which stage and how ranks talk; the parts below know
-one of the two, the strategy above asks in terms of stages. No Lightning here: the machinery can be run without it.
+The one idea: this is the only place that knows both which rank holds which stage and how ranks talk; the parts below
+know one of the two, the strategy above asks in terms of stages. No Lightning here: the machinery can be run without it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,19 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Sequence[int], device: torch.device, *, blocks: str | Sequence[str] = "auto",
-        partition: Partition = "parameters", stages: Mapping[str, int] | None = None, dynamic_shapes: bool = False,
-        receive_ahead: int = 1, fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
+        self,
+        model: nn.Module,
+        ranks: Sequence[int],
+        device: torch.device,
+        *,
+        blocks: str | Sequence[str] = "auto",
+        partition: Partition = "parameters",
+        stages: Mapping[str, int] | None = None,
+        dynamic_shapes: bool = False,
+        receive_ahead: int = 1,
+        fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.ranks, self.device = model, tuple(ranks), device
         self.rank = dist.get_rank()
         self.stage = self.ranks.index(self.rank)
@@ -75,8 +83,9 @@ class Pipeline:
         arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
         self._news = {
             rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + rank, device, waiting=waiting)
-            for rank in range(self.num_stages) if rank != self.ranks[-1]
-        }  # fmt: skip
+            for rank in range(self.num_stages)
+            if rank != self.ranks[-1]
+        }
         self.engine = Engine(self.cut, self.stage, arrival, departure, self.clock, fail, receive_ahead)
 
     @property
@@ -119,9 +128,9 @@ class Pipeline:
         if len(set(digests)) > 1:
             others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             raise ValueError(
-                f"The ranks of one model copy got different {kind} batches (rank {', '.join(map(str, others))} unlike rank 0). All"
-                " stages of a pipeline need the same rows: seed shuffling and augmentation alike (seed_everything(seed,"
-                " workers=True)), and use no DistributedSampler of your own."
+                f"The ranks of one model copy got different {kind} batches (rank {', '.join(map(str, others))} unlike"
+                " rank 0). All stages of a pipeline need the same rows: seed shuffling and augmentation alike"
+                " (seed_everything(seed, workers=True)), and use no DistributedSampler of your own."
             )
 
     # -- collectives over the stages -----------------------------------------------------------------------------------
@@ -171,8 +180,9 @@ class Pipeline:
         gone = [entry.name for entry, parameter in self.table.own() if isinstance(parameter, ForeignParameter)]
         if gone:
             raise ValueError(
-                f"This process gave `{gone[0]}` and {len(gone) - 1} other parameters of stage {self.stage} away when the module was"
-                " cut before, for another number of stages or another partition. Build the module anew and load a checkpoint."
+                f"This process gave `{gone[0]}` and {len(gone) - 1} other parameters of stage {self.stage} away when"
+                " the module was cut before, for another number of stages or another partition. Build the module anew"
+                " and load a checkpoint."
             )
 
     def _agree_on_seed(self) -> int:

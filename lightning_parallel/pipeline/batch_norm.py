@@ -1,7 +1,7 @@
 """BatchNorm under micro-batches: normalise each by its own statistics, update the running ones once a batch.
 
-The one idea (deferred batch normalisation): in a training step the micro-batches' sums are gathered beside the forward, and
-at its end the running statistics take one step with the mean and variance of the whole batch, as one process would.
+The one idea (deferred batch normalisation): in a training step the micro-batches' sums are gathered beside the forward,
+and at its end the running statistics take one step with the mean and variance of the whole batch, as one process would.
 Source: Kim et al., torchgpipe, arXiv 2004.09910, section 3.3 (deferred batch normalization).
 """
 
@@ -75,7 +75,7 @@ class DeferredBatchNorm:
 
 
 def _gather(sums: _Sums) -> Any:
-    """A pre-hook that skips Phantoms and the recomputation of activation checkpointing (which runs inside a backward)."""
+    """A pre-hook that skips Phantoms and the recomputation of activation checkpointing (run inside a backward)."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and torch._C._current_autograd_node() is None:

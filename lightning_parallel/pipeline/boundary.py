@@ -1,9 +1,9 @@
 """What crosses from one stage to the next, agreed once per input signature.
 
-The one idea: the first time a signature is seen, the earlier stage sends a header (what its units return, and every tensor
-among the arguments of the next stage's first block) with all of those tensors; the later stage answers which of them it
-could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients come back
-for those that carry one. `dynamic_shapes=True` agrees anew every time.
+The one idea: the first time a signature is seen, the earlier stage sends a header (what its units return, and every
+tensor among the arguments of the next stage's first block) with all of those tensors; the later stage answers which of
+them it could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients
+come back for those that carry one. `dynamic_shapes=True` agrees anew every time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Departure:
             self.forward.send_object((contract.values, contract.units))
         except Exception as error:
             raise PhantomError(
-                f"What the modules of stage {self.stage} return cannot be described to stage {self.stage + 1}: {error}. Return"
-                " tensors, numbers, strings, None and tuples, lists or dicts of them."
+                f"What the modules of stage {self.stage} return cannot be described to stage {self.stage + 1}: {error}."
+                " Return tensors, numbers, strings, None and tuples, lists or dicts of them."
             ) from error
 
     def _check(self, run: StageRun, contract: Contract) -> None:
@@ -97,8 +97,8 @@ class Departure:
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != agreed.shape or leaf.dtype != agreed.dtype:
                 now = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(
-                    f"Stage {self.stage} sends {now} where it sent {agreed.dtype} {agreed.shape} before for a batch of the same"
-                    " shapes. Set PipelineStrategy(dynamic_shapes=True) to agree on every transfer anew."
+                    f"Stage {self.stage} sends {now} where it sent {agreed.dtype} {agreed.shape} before for a batch of"
+                    " the same shapes. Set PipelineStrategy(dynamic_shapes=True) to agree on every transfer anew."
                 )
 
 
@@ -139,7 +139,7 @@ class Inbox:
 
     @classmethod
     def of(cls, received: Mapping[int, Tensor], contract: Contract, grad: bool) -> Inbox:
-        """Values that carry a gradient become outputs of one autograd node, so that a block may even write into them."""
+        """Values that carry a gradient become outputs of one autograd node: a block may even write into them."""
         inbox = cls(dict(received))
         positions = [p for p in received if contract.values[p][1]] if grad else []
         if positions:

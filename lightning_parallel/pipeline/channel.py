@@ -1,9 +1,9 @@
 """Point-to-point transfer between the ranks of a pipeline.
 
-The one idea: a `Channel` is one direction between two stages. Its tensors travel as raw bytes in the order they were sent
-(any dtype, any layout arrives as it was), on a communicator of its own where the device has streams, so that a send never
-waits behind a receive. Small objects (headers, once per input signature) travel beside them over the host's group.
-Nothing here copies a tensor to the host.
+The one idea: a `Channel` is one direction between two stages. Its tensors travel as raw bytes in the order they were
+sent (any dtype, any layout arrives as it was), on a communicator of its own where the device has streams, so that a
+send never waits behind a receive. Small objects (headers, once per input signature) travel beside them over the host's
+group. Nothing here copies a tensor to the host.
 """
 
 from __future__ import annotations
@@ -57,14 +57,21 @@ class Channel:
         tag: a number that no other channel between the two has; 2 * tag and 2 * tag + 1 are used.
         device: where received tensors live.
         host_group: a gloo group over (at least) both ranks.
-        device_group: a group of the two ranks alone whose communicator carries tensors; None sends them over host_group.
+        device_group: a group of the two ranks alone whose communicator carries tensors; None sends them over
+            host_group.
         waiting: a context entered while this process is blocked in a receive.
     """
 
     def __init__(
-        self, source: int, target: int, tag: int, device: torch.device, host_group: Any = None, device_group: Any = None,
+        self,
+        source: int,
+        target: int,
+        tag: int,
+        device: torch.device,
+        host_group: Any = None,
+        device_group: Any = None,
         waiting: Waiting = nobody_waits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.target, self.device, self.waiting = source, target, device, waiting
         self._object_tag, self._tensor_tag = 2 * tag, 2 * tag + 1
         self._host_group, self._device_group = host_group, device_group

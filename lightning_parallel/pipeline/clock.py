@@ -1,7 +1,8 @@
 """Time of every action of a rank, on a clock that all ranks of a host share.
 
-The one idea: the engine calls `mark()` where an action begins, has its inputs, and ends; a mark is a `perf_counter` on CPU
-and an event on the compute stream on CUDA, read a step later, when it has long happened, so that nothing waits for it.
+The one idea: the engine calls `mark()` where an action begins, has its inputs, and ends; a mark is a `perf_counter` on
+CPU and an event on the compute stream on CUDA, read a step later, when it has long happened, so that nothing waits for
+it.
 """
 
 from __future__ import annotations

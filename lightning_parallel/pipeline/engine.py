@@ -1,9 +1,9 @@
 """Run one rank's actions of a schedule: the interpreter of the pipeline.
 
-The one idea: a rank walks its list of actions. Each action waits for what it needs, runs, hands on what it made and leaves
-three marks on a clock (begun, inputs there, ended). Receives of coming actions are posted before an action runs, sends are
-never waited for, a micro-batch's activations are dropped with its backward. Left out: several stages on one rank, split
-backwards (I, W), updates inside a schedule; a schedule that has them is refused at construction.
+The one idea: a rank walks its list of actions. Each action waits for what it needs, runs, hands on what it made and
+leaves three marks on a clock (begun, inputs there, ended). Receives of coming actions are posted before an action runs,
+sends are never waited for, a micro-batch's activations are dropped with its backward. Left out: several stages on one
+rank, split backwards (I, W), updates inside a schedule; a schedule that has them is refused at construction.
 """
 
 from __future__ import annotations
@@ -85,9 +85,15 @@ class Engine:
     """
 
     def __init__(
-        self, cut: Cut, stage: int, arrival: Arrival | None, departure: Departure | None, clock: Clock,
-        fail: Callable[[Exception, Action], Exception], receive_ahead: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        cut: Cut,
+        stage: int,
+        arrival: Arrival | None,
+        departure: Departure | None,
+        clock: Clock,
+        fail: Callable[[Exception, Action], Exception],
+        receive_ahead: int = 1,
+    ) -> None:
         self.cut, self.stage, self.arrival, self.departure = cut, stage, arrival, departure
         self.clock, self.fail, self.receive_ahead = clock, fail, receive_ahead
         self.keep_received = False
@@ -105,8 +111,9 @@ class Engine:
         """
         if schedule.num_stages != schedule.num_ranks or len(schedule.placement) != schedule.num_ranks:
             raise ValueError(
-                f"Schedule {schedule.name!r} places {len(schedule.placement)} stages on {schedule.num_ranks} ranks. The engine"
-                " runs one stage a rank so far: use naive, gpipe, 1f1b or a schedule with as many stages as ranks."
+                f"Schedule {schedule.name!r} places {len(schedule.placement)} stages on {schedule.num_ranks} ranks. The"
+                " engine runs one stage a rank so far: use naive, gpipe, 1f1b or a schedule with as many stages as"
+                " ranks."
             )
         other = {action.kind for row in schedule.actions for action in row} - {"F", "B"}
         if other:

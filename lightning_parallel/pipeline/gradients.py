@@ -1,7 +1,7 @@
 """The gradients that a step's backwards make, kept apart from those that accumulate.
 
-The one idea: Lightning zeroes gradients between the forward and `backward`, so what a step makes is kept aside until then.
-Gradients that are going to be zeroed anyway are dropped when the step begins, which saves a copy while it runs.
+The one idea: Lightning zeroes gradients between the forward and `backward`, so what a step makes is kept aside until
+then. Gradients that are going to be zeroed anyway are dropped when the step begins, which saves a copy while it runs.
 """
 
 from __future__ import annotations

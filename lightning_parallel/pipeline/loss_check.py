@@ -1,8 +1,9 @@
 """Is the weighted mean over micro-batches the loss of the whole batch? Asked once, on the loss stage.
 
-The one idea: the loss stage still has what the earlier stages sent for each micro-batch. Joined, they are what they would
-have sent for the whole batch, so the step can be evaluated both ways (no gradients, modules in evaluation mode) and the two
-losses compared. A token mean with ignored labels, a sum, a contrastive loss differ, and would train silently wrong.
+The one idea: the loss stage still has what the earlier stages sent for each micro-batch. Joined, they are what they
+would have sent for the whole batch, so the step can be evaluated both ways (no gradients, modules in evaluation mode)
+and the two losses compared. A token mean with ignored labels, a sum, a contrastive loss differ, and would train
+silently wrong.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ Received = tuple[Mapping[int, Tensor], UnitOutputs]  # values by position, and w
 
 
 def check_loss(
-    cut: Cut, steps: Sequence[Callable[[], Any]], whole: Callable[[], Any], received: Sequence[Received],
-    sizes: Sequence[int], weights: Sequence[float | Tensor], loss_of: Callable[[Any], Tensor],
-) -> None:  # fmt: skip
+    cut: Cut,
+    steps: Sequence[Callable[[], Any]],
+    whole: Callable[[], Any],
+    received: Sequence[Received],
+    sizes: Sequence[int],
+    weights: Sequence[float | Tensor],
+    loss_of: Callable[[Any], Tensor],
+) -> None:
     """Compare the weighted micro-batch losses with the loss of the joined batch.
 
     Args:
@@ -54,21 +60,22 @@ def check_loss(
     with torch.no_grad(), _untouched(cut.model):
         parts = [loss(step, inputs, 1) for step, inputs in zip(steps, received, strict=True)]
         if not torch.equal(parts[0], loss(steps[0], received[0], 2)):
-            return _could_not("the step draws random numbers outside its modules")
+            _could_not("the step draws random numbers outside its modules")
+            return
         try:
             joined = loss(whole, _join(received, sizes), 1)
-        except (
-            Exception
-        ) as error:  # the joined batch may be what the user's code cannot do: then there is nothing to compare
-            return _could_not(f"the step fails on the joined batch: {type(error).__name__}: {error}")
+        except Exception as error:
+            # The joined batch may be what the user's code cannot do: then there is nothing to compare.
+            _could_not(f"the step fails on the joined batch: {type(error).__name__}: {error}")
+            return
     mean = microbatch.weighted_sum(parts, weights)
     close = (mean - joined).abs() <= _tolerance(cut, received) * joined.abs().clamp_min(1e-3)
     if not bool(close | joined.isnan()):
         raise ValueError(
-            f"The loss of the whole batch is {float(joined):.6g}, but its {len(sizes)} micro-batches of {list(sizes)} rows, weighted"
-            f" by rows, give {float(mean):.6g}. The loss is not a mean over rows. Give"
-            " PipelineStrategy(loss_weight=lambda batch: number_of_terms_in_the_mean), for instance the number of labels that are"
-            " not ignored, or use num_microbatches=1. check_loss=False skips this comparison."
+            f"The loss of the whole batch is {float(joined):.6g}, but its {len(sizes)} micro-batches of {list(sizes)}"
+            f" rows, weighted by rows, give {float(mean):.6g}. The loss is not a mean over rows. Give"
+            " PipelineStrategy(loss_weight=lambda batch: number_of_terms_in_the_mean), for instance the number of"
+            " labels that are not ignored, or use num_microbatches=1. check_loss=False skips this comparison."
         )
 
 
@@ -103,7 +110,7 @@ def _join(received: Sequence[Received], sizes: Sequence[int]) -> Received:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards modes, buffers and the model's own lists, dicts and numbers are as before."""
+    """Evaluation mode for a while; then modes, buffers and the model's own lists, dicts and numbers are as before."""
     modes = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers() if not buffer.is_meta}
     plain = [(m, {k: _shallow(v) for k, v in vars(m).items() if k not in _INTERNAL}) for m in modes]
@@ -127,7 +134,7 @@ def _shallow(value: Any) -> Any:
 
 def _could_not(reason: str) -> None:
     warnings.warn(
-        f"Could not compare the micro-batches' loss with the whole batch's ({reason}). Micro-batches are weighted by rows:"
-        " make sure that the loss is a mean over rows, or give PipelineStrategy(loss_weight=...).",
+        f"Could not compare the micro-batches' loss with the whole batch's ({reason}). Micro-batches are weighted by"
+        " rows: make sure that the loss is a mean over rows, or give PipelineStrategy(loss_weight=...).",
         stacklevel=2,
     )

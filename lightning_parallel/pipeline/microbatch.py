@@ -1,7 +1,7 @@
 """Cut a batch into micro-batches, keeping the user's structure, and join what the micro-batches returned.
 
-The one idea: a batch is a tree of mappings, sequences and tensors, and has `rows`. Whatever has one entry a row (a tensor
-whose first dimension is `rows`, a list of `rows` strings or numbers) is cut; everything else is handed to every
+The one idea: a batch is a tree of mappings, sequences and tensors, and has `rows`. Whatever has one entry a row (a
+tensor whose first dimension is `rows`, a list of `rows` strings or numbers) is cut; everything else is handed to every
 micro-batch as it is. Left out: batches whose rows lie along another dimension than the first.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def count_rows(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise ValueError(
-        f"The pipeline got a batch of type {type(batch).__name__} without a tensor that has a first dimension, and cannot"
-        " count its rows. Give the batch at least one tensor with one entry a row."
+        f"The pipeline got a batch of type {type(batch).__name__} without a tensor that has a first dimension, and"
+        " cannot count its rows. Give the batch at least one tensor with one entry a row."
     )
 
 
@@ -61,14 +62,14 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
-    def cut(leaf: Any, span: slice) -> Any:
+    def cut(span: slice, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[span] if leaf.dim() > 0 and leaf.shape[0] == rows else leaf
         if _is_row_list(leaf):
             return leaf[span] if len(leaf) == rows else leaf
         return leaf
 
-    return [map_leaves(lambda leaf, span=span: cut(leaf, span), batch) for span in spans]
+    return [map_leaves(partial(cut, span), batch) for span in spans]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

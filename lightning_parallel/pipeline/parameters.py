@@ -1,14 +1,16 @@
 """Which rank owns which parameter, and what the copies of shared ones do together.
 
 The one idea: a parameter belongs to the stages whose units hold it. One that several stages hold (tied weights, a bare
-parameter of a container) is kept on each of them; its gradients are summed over them, so that equal copies stay equal, and
-it counts once in norms. All others are replaced on this rank by `ForeignParameter`s: names, shapes and groups, no memory.
+parameter of a container) is kept on each of them; its gradients are summed over them, so that equal copies stay equal,
+and it counts once in norms. All others are replaced on this rank by `ForeignParameter`s: names, shapes and groups, no
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +76,8 @@ class ParameterTable:
             if self.stage in entry.stages:
                 continue
             like = self.model.get_parameter(entry.name)
-            stand_in = (
-                like if isinstance(like, ForeignParameter) else ForeignParameter(like, device, entry.name, entry.stages)
-            )
+            foreign = isinstance(like, ForeignParameter)
+            stand_in: Any = like if foreign else ForeignParameter(like, device, entry.name, entry.stages)
             for name in entry.names:
                 module, leaf = _parent(self.model, name)
                 module._parameters[leaf] = stand_in
@@ -105,7 +106,7 @@ class ParameterTable:
                     memo[id(parameter)] = nn.Parameter(
                         torch.empty_like(parameter, device=device), parameter.requires_grad
                     )
-                module._parameters[leaf] = memo[id(parameter)]  # type: ignore[assignment]
+                module._parameters[leaf] = memo[id(parameter)]
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 torch.manual_seed(mix(seed, index))
                 self._initializer(name, module)()
@@ -119,7 +120,8 @@ class ParameterTable:
                 return lambda: owner._init_weights(module)  # type: ignore[operator]
         raise ValueError(
             f"Module `{name}` ({type(module).__name__}) was built without memory in configure_model() and has no"
-            " reset_parameters() to give its own parameters their initial values. Define it, or build the module in __init__."
+            " reset_parameters() to give its own parameters their initial values. Define it, or build the module in"
+            " __init__."
         )
 
 
@@ -158,7 +160,7 @@ def total_norm(
         all_reduce: sums a tensor in place over all stages.
         norm_type: p of the p-norm, finite.
     """
-    norms = torch._foreach_norm([g for g in gradients], norm_type) if (gradients := list(gradients)) else []
+    norms = torch._foreach_norm(gradients, norm_type) if (gradients := list(gradients)) else []
     local = torch.zeros((), device=device)
     if norms:
         local = torch.stack([n.to(device, torch.float32) for n in norms]).pow(norm_type).sum()

@@ -48,9 +48,12 @@ class Layout:
 
 
 def lay_out(
-    model: nn.Module, num_stages: int, blocks: str | Sequence[str] = "auto", partition: Partition = "parameters",
+    model: nn.Module,
+    num_stages: int,
+    blocks: str | Sequence[str] = "auto",
+    partition: Partition = "parameters",
     stages: Mapping[str, int] | None = None,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """Deal the modules of a model to stages.
 
     Args:
@@ -170,8 +173,9 @@ def _flops(model: nn.Module, names: Sequence[str]) -> dict[str, float]:
     example = getattr(model, "example_input_array", None)
     if example is None:
         raise ValueError(
-            f'partition="flops" runs {type(model).__name__}.forward once on shapes alone and needs its example_input_array.'
-            ' Set self.example_input_array, or use partition="parameters", "count" or a list of blocks a stage.'
+            f'partition="flops" runs {type(model).__name__}.forward once on shapes alone and needs its'
+            ' example_input_array. Set self.example_input_array, or use partition="parameters", "count" or a list of'
+            " blocks a stage."
         )
     shadow = copy.deepcopy(model).to("meta")
     inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
@@ -189,7 +193,8 @@ def _bounds(costs: Sequence[float], num_stages: int, partition: Partition) -> li
         sizes = list(partition)
         if len(sizes) != num_stages or sum(sizes) != len(costs) or min(sizes) < 1:
             raise ValueError(
-                f"partition={sizes} must give each of {num_stages} stages at least one block and sum to {len(costs)} blocks."
+                f"partition={sizes} must give each of {num_stages} stages at least one block and sum to {len(costs)}"
+                " blocks."
             )
         return [sum(sizes[:s]) for s in range(num_stages + 1)]
     if partition not in ("parameters", "count", "flops"):

@@ -1,9 +1,10 @@
 """Phantoms: tensors with shape, dtype and device and no data, standing for what another stage holds.
 
 The one idea: on stage s the user's step runs as written. What other stages computed is a `Phantom`; arithmetic between
-Phantoms is arithmetic on shapes, so masks, position ids and views come out right without a transfer. At the stage's first
-block the Phantoms among its arguments are *bound* to the values the previous stage sent, and from then on reading a bound
-Phantom reads the value, gradients included. A Phantom that is read and was never bound raises: it is never silently wrong.
+Phantoms is arithmetic on shapes, so masks, position ids and views come out right without a transfer. At the stage's
+first block the Phantoms among its arguments are *bound* to the values the previous stage sent, and from then on reading
+a bound Phantom reads the value, gradients included. A Phantom that is read and was never bound raises: it is never
+silently wrong.
 
 Left out: values that skip a stage are not fetched here, they raise.
 """
@@ -20,11 +21,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
-_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _inferred: dict[Any, Tensor] = {}
 _NEVER = (int, float, str, type(None))
-_OF_PARAMETER = {"__get__", "__set__", "__delete__", "requires_grad_", "detach", "size", "dim", "numel", "stride", "__hash__", "__len__",
-                 "element_size", "is_floating_point", "is_complex", "nelement", "ndimension", "is_contiguous", "__repr__"}  # fmt: skip
+_OF_PARAMETER = {
+    *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "requires_grad_", "detach"),
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size"),
+    *("is_floating_point", "is_complex", "is_contiguous"),
+}
 
 
 class PhantomError(RuntimeError):
@@ -44,12 +48,16 @@ class Phantom(Tensor):
     origin: str
     value: Tensor | None
 
-    @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Phantom:
         phantom = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
-            device=device, requires_grad=requires_grad,
-        )  # fmt: skip
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+            requires_grad=requires_grad,
+        )
         phantom.meta, phantom.origin, phantom.value = meta, origin, None
         return phantom
 
@@ -68,7 +76,9 @@ class Phantom(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Any operation on a Phantom runs on meta tensors and gives a Phantom."""
         kwargs = dict(kwargs or {})
         first = (phantoms_in(args) or phantoms_in(kwargs))[0]
@@ -89,7 +99,7 @@ class Phantom(Tensor):
             return Phantom(result, device, first.origin)
         return tree_map_only(Tensor, lambda t: Phantom(t, device, first.origin), result)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Phantom(shape={tuple(self.meta.shape)}, dtype={self.meta.dtype}, stands for {self.origin})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Phantom:
@@ -106,11 +116,10 @@ class ForeignParameter(Phantom):
 
     has_gradient = False
 
-    @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, name: str, stages: Sequence[int]) -> ForeignParameter:
         origin = f"parameter `{name}` of stage {', '.join(map(str, stages))}"
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        parameter = Phantom.__new__(cls, meta, device, origin, requires_grad=like.requires_grad)
+        parameter: Any = Phantom.__new__(cls, meta, device, origin, requires_grad=like.requires_grad)
         parameter._is_param = True
         return parameter
 
@@ -181,7 +190,7 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _made_real(tree: Any) -> Any:
-    """An operator's arguments with memory, so that a draw moves the generators as it does on the stage that has the data."""
+    """An operator's arguments with memory: a draw moves the generators as it does on the stage that has the data."""
     return tree_map_only(
         Phantom, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1), tree
     )
@@ -208,16 +217,17 @@ def _refuse_reshape(func: Any, written: Phantom) -> None:
     if (written.meta.shape, written.meta.stride()) != (written.shape, written.stride()):
         name = func._schema.name.split("::")[-1]
         raise PhantomError(
-            f"The step changes the shape of {written.origin} in place with `{name}`, which a stage that does not hold its data"
-            f" cannot follow. Use `{name.rstrip('_')}`, which returns the result."
+            f"The step changes the shape of {written.origin} in place with `{name}`, which a stage that does not hold"
+            f" its data cannot follow. Use `{name.rstrip('_')}`, which returns the result."
         )
 
 
 def _unread(x: Phantom, what: str) -> str:
     if isinstance(x, ForeignGradient):
         return (
-            f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...) or"
-            " Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this rank holds."
+            f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...)"
+            " or Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this"
+            " rank holds."
         )
     if isinstance(x, ForeignParameter):
         return (
@@ -226,7 +236,8 @@ def _unread(x: Phantom, what: str) -> str:
         )
     return (
         f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pass the value through the blocks"
-        " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a stage."
+        " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a"
+        " stage."
     )
 
 

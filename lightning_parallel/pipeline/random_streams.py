@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the layout: one stream per (seed, batch, micro-batch, module).
 
-The one idea: a module that computes on this stage draws from a stream of its own; everything else in the step draws from
-the step's stream, which no module touches and which all stages carry on alike. Masks drawn after another stage's dropout,
-mixup in the step and LayerDrop then agree on all stages, and on any number of stages. Outside a step the generators are as
-the user left them.
+The one idea: a module that computes on this stage draws from a stream of its own; everything else in the step draws
+from the step's stream, which no module touches and which all stages carry on alike. Masks drawn after another stage's
+dropout, mixup in the step and LayerDrop then agree on all stages, and on any number of stages. Outside a step the
+generators are as the user left them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta i
 
 
 class StepCut(BaseException):
-    """The step reached a module of a later stage. A BaseException, so that the step's own `except Exception` lets it by."""
+    """The step reached a module of a later stage. A BaseException: the step's own `except Exception` lets it by."""
 
 
 class StageRun:
@@ -84,8 +84,9 @@ class StageRun:
             return None
         if not last:
             raise PhantomError(
-                f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the first block"
-                f" of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or other blocks=."
+                f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
+                f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
+                " other blocks=."
             )
         self._refuse_phantoms(result, "returns")
         return result
@@ -106,8 +107,8 @@ class StageRun:
             self._exit(unit, args, kwargs)
         if unit.name in self._called:
             raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step. The pipeline strategy runs"
-                " each module once a step: join the inputs and call it once, or train with one stage."
+                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step. The pipeline strategy"
+                " runs each module once a step: join the inputs and call it once, or train with one stage."
             )
         self._called.add(unit.name)
         if unit.stage < self.stage:
@@ -134,9 +135,9 @@ class StageRun:
     def _phantom_result(self, unit: Unit) -> Any:
         if unit.name not in self.known:
             raise PhantomError(
-                f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage} began,"
-                f" but the step calls it on stage {self.stage}. Register modules in the order in which they run, or move it"
-                f' with stages={{"{unit.name}": {self.stage}}}.'
+                f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
+                f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
+                f' or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
         return summon(self.known[unit.name], self.cut.device, self.cut.origins[unit.name])
 
@@ -153,8 +154,9 @@ class StageRun:
         """Bind the Phantoms among the first block's arguments to what the previous stage sent."""
         if self._grad and not torch.is_grad_enabled():
             raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} is called without gradients inside a training step, as reentrant"
-                " activation checkpointing does. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                f"Block `{unit.name}` of stage {self.stage} is called without gradients inside a training step, as"
+                " reentrant activation checkpointing does. Use torch.utils.checkpoint.checkpoint(...,"
+                " use_reentrant=False)."
             )
         needed: dict[int, Phantom] = {}
         for position, leaf in enumerate(tree_flatten((args, kwargs))[0]):
@@ -163,9 +165,9 @@ class StageRun:
         missing = [str(leaf.origin) for position, leaf in needed.items() if position not in self.inputs]
         if missing:
             raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1} does not"
-                " hold or did not send at first. Pass the value through every block between, or set dynamic_shapes=True if"
-                " the block's arguments change from batch to batch."
+                f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1}"
+                " does not hold or did not send at first. Pass the value through every block between, or set"
+                " dynamic_shapes=True if the block's arguments change from batch to batch."
             )
         for position, leaf in needed.items():
             leaf.value = self.inputs[position]
@@ -177,8 +179,8 @@ class StageRun:
         if unit.stage != self.stage + 1 or unit.block != layout.bounds[self.stage + 1]:
             raise PhantomError(
                 f"Stage {self.stage} reached module `{unit.name}` of stage {unit.stage} before"
-                f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules in the"
-                f' order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
+                f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules"
+                f' in the order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
         last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
         if last_block not in self._called:
@@ -189,8 +191,8 @@ class StageRun:
         missing = [leaf.origin for leaf in self.outputs if isinstance(leaf, Phantom)]
         if missing:
             raise PhantomError(
-                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which stage"
-                f" {self.stage} does not hold. Pass the value through every block between."
+                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which"
+                f" stage {self.stage} does not hold. Pass the value through every block between."
             )
         raise StepCut
 
@@ -198,9 +200,9 @@ class StageRun:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
-                    f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not hold. Pass it"
-                    " through the blocks (as an argument of the block where the stage begins), or choose blocks= so that"
-                    " producer and reader share a stage."
+                    f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
+                    " hold. Pass it through the blocks (as an argument of the block where the stage begins), or choose"
+                    " blocks= so that producer and reader share a stage."
                 )
 
 
@@ -268,7 +270,7 @@ _classes: dict[type, type] = {}
 
 
 def _intercept(module: nn.Module, hook: _Hook) -> None:
-    """Swap the module's class for a subclass whose `__call__` asks the active run; user hooks then see real tensors only."""
+    """Swap the module's class for a subclass whose `__call__` asks the active run: user hooks see real tensors only."""
     cls = type(module)
     if cls not in _classes:
         _classes[cls] = type(cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

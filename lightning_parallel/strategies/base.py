@@ -1,8 +1,8 @@
 """`MeshStrategy`: what all strategies of this library share, whatever they parallelise.
 
 The one idea: ranks form a named mesh. Launching, ranks, sampler, reductions and failures are told here once, by axis:
-what Lightning means by "all processes that see different rows" is the data axis, what it means by "all processes" the mesh.
-Left out: anything a model's parameters or steps undergo; that is the subclass.
+what Lightning means by "all processes that see different rows" is the data axis, what it means by "all processes" the
+mesh. Left out: anything a model's parameters or steps undergo; that is the subclass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -46,16 +46,23 @@ class MeshStrategy(ParallelStrategy):
     """
 
     def __init__(
-        self, start_method: StartMethod = "popen", timeout: timedelta = timedelta(minutes=30), patience: Patience | None = None,
-        parallel_devices: list[torch.device] | None = None, cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None, precision_plugin: Precision | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+        patience: Patience | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
         if start_method not in ("popen", "fork", "spawn"):
             raise ValueError(f'start_method={start_method!r}: use "popen" (scripts), "fork" (notebooks) or "spawn".')
         super().__init__(
-            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )  # fmt: skip
+        )
         self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
@@ -107,7 +114,8 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -125,8 +133,9 @@ class MeshStrategy(ParallelStrategy):
         host, device = environment.main_address, self.root_device
         store = open_store(host, environment.main_port, rank, world, self.timeout)
         self.watch = Watch(rank, world, store, host=host, patience=self.patience)
-        if hasattr(self.launcher, "joined"):
-            self.launcher.joined(self.watch)
+        launcher = cast(Any, self.launcher)
+        if hasattr(launcher, "joined"):
+            launcher.joined(self.watch)
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
@@ -135,7 +144,7 @@ class MeshStrategy(ParallelStrategy):
             self.watch.on_abort(abort_device_groups)
 
     def watch_signals(self, trainer: Trainer) -> None:
-        """Agree on SIGTERM on the host instead of before every batch on the device; for `setup` of a subclass to call."""
+        """Agree on SIGTERM on the host, not before every batch on the device; for `setup` of a subclass to call."""
         if self._sigterm_group is not None:
             self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
 
@@ -184,19 +193,17 @@ class MeshStrategy(ParallelStrategy):
 
     def _keep_weights(self) -> None:
         """Forked and spawned ranks end with the run: hand the trained weights to the process that started them."""
-        module = self.lightning_module
-        if (
-            hasattr(self.launcher, "keep_weights")
-            and module is not None
-            and module.trainer.state.fn == TrainerFn.FITTING
-        ):
-            self.launcher.keep_weights(self.lightning_module_state_dict)
+        module, launcher = self.lightning_module, cast(Any, self.launcher)
+        if not hasattr(launcher, "keep_weights") or module is None:
+            return
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            launcher.keep_weights(self.lightning_module_state_dict)
 
     def blocked(self, what: str) -> AbstractContextManager[None]:
         """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""
         return nullcontext() if self.watch is None else self.watch.blocked(what)
 
-    # -- collectives, by what Lightning means by them ---------------------------------------------------------------------
+    # -- collectives, by what Lightning means by them -------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the mesh, on the host."""
@@ -214,7 +221,7 @@ class MeshStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value already."""
+        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value."""
         if group is None and self.axis_size("data") == 1:
             return tensor
         group = self.mesh["data"].get_group() if group is None else group

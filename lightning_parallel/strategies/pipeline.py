@@ -1,9 +1,9 @@
 """`PipelineStrategy`: an unmodified LightningModule trains as a pipeline.
 
 The one idea: a Trainer step becomes a run of a schedule. `training_step` cuts the batch into micro-batches, runs this
-rank's actions and returns the loss; the gradients it made are kept aside (Lightning zeroes gradients between the forward
-and `backward`) and `backward` adds them to `p.grad`. Everything else (hooks, clipping, optimizers, schedulers, logging)
-stays where Lightning has it.
+rank's actions and returns the loss; the gradients it made are kept aside (Lightning zeroes gradients between the
+forward and `backward`) and `backward` adds them to `p.grad`. Everything else (hooks, clipping, optimizers, schedulers,
+logging) stays where Lightning has it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ LossWeight = Callable[[Any], "float | Tensor"]
 class PipelineStrategy(MeshStrategy):
     """Cuts the model into stages, one a rank, and runs every batch as micro-batches by a schedule.
 
-    The LightningModule is used as it is. Global rank 0 holds the last stage: loss, logging and progress bar are real there,
-    and what a step logs is logged on every rank. Equal to one process that runs the same micro-batches and averages them.
+    The LightningModule is used as it is. Global rank 0 holds the last stage: loss, logging and progress bar are real
+    there, and what a step logs is logged on every rank. Equal to one process that runs the same micro-batches and
+    averages them.
 
     Args:
         schedule: "gpipe", "1f1b", "naive", the path of a CSV file of actions, or a `Schedule`.
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
-        blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block names.
+        blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
+            names.
         partition: how blocks are dealt to stages: balanced by "parameters" or "flops", by "count", or a list of counts.
         stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
@@ -72,11 +74,21 @@ class PipelineStrategy(MeshStrategy):
     """
 
     def __init__(
-        self, schedule: str | Path | Schedule = "1f1b", num_microbatches: int | None = None, blocks: str | Sequence[str] = "auto",
-        partition: Partition = "parameters", stages: Mapping[str, int] | None = None, loss_weight: LossWeight | None = None,
-        check_loss: bool = True, dynamic_shapes: bool = False, receive_ahead: int = 1, start_method: StartMethod = "popen",
-        timeout: timedelta = timedelta(minutes=30), patience: Patience | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        schedule: str | Path | Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        blocks: str | Sequence[str] = "auto",
+        partition: Partition = "parameters",
+        stages: Mapping[str, int] | None = None,
+        loss_weight: LossWeight | None = None,
+        check_loss: bool = True,
+        dynamic_shapes: bool = False,
+        receive_ahead: int = 1,
+        start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+        patience: Patience | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         if num_microbatches is not None and num_microbatches < 1:
             raise ValueError(
@@ -154,9 +166,17 @@ class PipelineStrategy(MeshStrategy):
         assert self.lightning_module is not None
         ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
         return Pipeline(
-            self.lightning_module, ranks, self.root_device, blocks=self.blocks, partition=self.partition, stages=self.stages,
-            dynamic_shapes=self.dynamic_shapes, receive_ahead=self.receive_ahead, fail=self._stage_error, waiting=self.blocked,
-        )  # fmt: skip
+            self.lightning_module,
+            ranks,
+            self.root_device,
+            blocks=self.blocks,
+            partition=self.partition,
+            stages=self.stages,
+            dynamic_shapes=self.dynamic_shapes,
+            receive_ahead=self.receive_ahead,
+            fail=self._stage_error,
+            waiting=self.blocked,
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""
@@ -196,9 +216,10 @@ class PipelineStrategy(MeshStrategy):
         schedule = self.schedule
         if schedule.num_stages != self.num_stages or schedule.num_microbatches != num_microbatches:
             raise ValueError(
-                f"Schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.num_microbatches} micro-batches, but"
-                f" this run has {self.num_stages} stages and a batch of {num_microbatches} micro-batches. Give a schedule by name"
-                " to have one made for every batch, or drop_last=True in the loader."
+                f"Schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.num_microbatches}"
+                f" micro-batches, but this run has {self.num_stages} stages and a batch of {num_microbatches}"
+                " micro-batches. Give a schedule by name to have one made for every batch, or drop_last=True in the"
+                " loader."
             )
         return schedule
 
@@ -271,8 +292,8 @@ class PipelineStrategy(MeshStrategy):
         fresh = self.pipeline.gradients.take()
         names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
         sum_shared_gradients(self.pipeline.table, names, self.pipeline.all_reduce_over)
-        for parameter in self.pipeline.foreign:
-            parameter.has_gradient = parameter.requires_grad
+        for stand_in in self.pipeline.foreign:
+            stand_in.has_gradient = stand_in.requires_grad
         into: list[Tensor] = []
         added: list[Tensor] = []
         for entry, parameter in self.pipeline.own:

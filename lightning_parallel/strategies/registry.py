@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
-STRINGS = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
+STRINGS: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
 
 
 def register() -> None:

@@ -284,9 +284,15 @@ class _Answer:
 
 
 def _rank_main(
-    rank: int, launcher: ProcessLauncher, trainer: Trainer | None, function: Callable, args: tuple, kwargs: dict,
-    states: Any, pipe: Connection,
-) -> None:  # fmt: skip
+    rank: int,
+    launcher: ProcessLauncher,
+    trainer: Trainer | None,
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    states: Any,
+    pipe: Connection,
+) -> None:
     """What a rank's process runs."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

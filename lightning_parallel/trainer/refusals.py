@@ -27,8 +27,8 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
         raise TypeError(f"{name} got a {type(module)}, it needs a lightning.pytorch.LightningModule.")
     if isinstance(strategy.precision_plugin, MixedPrecision) and strategy.precision_plugin.scaler is not None:
         raise ValueError(
-            f'{name} does not support Trainer(precision="{strategy.precision_plugin.precision}"), whose gradient scaler decides'
-            ' on each process alone. Use precision="bf16-mixed", "bf16-true" or 32.'
+            f'{name} does not support Trainer(precision="{strategy.precision_plugin.precision}"), whose gradient scaler'
+            ' decides on each process alone. Use precision="bf16-mixed", "bf16-true" or 32.'
         )
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -39,8 +39,8 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
         )
     if is_overridden("backward", module):
         raise ValueError(
-            f"{type(module).__name__} overrides backward, which {name} never calls: the backwards run inside the schedule. Remove"
-            " the override; on_before_backward and on_after_backward are called as ever."
+            f"{type(module).__name__} overrides backward, which {name} never calls: the backwards run inside the"
+            " schedule. Remove the override; on_before_backward and on_after_backward are called as ever."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(

@@ -1,8 +1,8 @@
 """One step of the Trainer, cut into micro-batches: what the engine runs, and what comes of it for the Trainer.
 
-The one idea: everything that a `*_step` call means to Lightning (its batch, its precision context, what it logs, what it
-returns) is gathered in one object for the length of the step, so that the engine needs to know nothing of Lightning and
-the strategy nothing of micro-batches.
+The one idea: everything that a `*_step` call means to Lightning (its batch, its precision context, what it logs, what
+it returns) is gathered in one object for the length of the step, so that the engine needs to know nothing of Lightning
+and the strategy nothing of micro-batches.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar loss, or a"
-            " dict with one under 'loss'. Skipping a step by returning None is not supported."
+            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar"
+            " loss, or a dict with one under 'loss'. Skipping a step by returning None is not supported."
         )
     return loss

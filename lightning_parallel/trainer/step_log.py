@@ -1,9 +1,9 @@
 """What a step logs: recorded for each micro-batch on the loss stage, joined, and replayed on every rank.
 
-The one idea: while micro-batches run, `self.log` only takes notes. After the last one, the notes become one call a key (the
-mean over micro-batches with the step's own weights), the loss stage tells the other ranks, and every rank makes the same
-`LightningModule.log` calls. So loggers, progress bar, checkpoints and early stopping see one value everywhere, and what a
-key means (on_step, on_epoch, sync_dist, ...) stays Lightning's business.
+The one idea: while micro-batches run, `self.log` only takes notes. After the last one, the notes become one call a key
+(the mean over micro-batches with the step's own weights), the loss stage tells the other ranks, and every rank makes
+the same `LightningModule.log` calls. So loggers, progress bar, checkpoints and early stopping see one value everywhere,
+and what a key means (on_step, on_epoch, sync_dist, ...) stays Lightning's business.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class StepLog:
         name, value = options.pop("name"), options.pop("value")
         if isinstance(value, Phantom) and value.value is None:
             raise PhantomError(
-                f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log values"
-                " that are computed from the last block's output."
+                f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
+                " values that are computed from the last block's output."
             )
         if isinstance(value, (Metric, MetricCollection)):
             raise TypeError(
-                f"self.log({name!r}) logs a torchmetrics object, which the pipeline strategy does not spread to the other ranks"
-                f" yet. Log its value, self.log({name!r}, metric(...)), or train with one stage."
+                f"self.log({name!r}) logs a torchmetrics object, which the pipeline strategy does not spread to the"
+                f" other ranks yet. Log its value, self.log({name!r}, metric(...)), or train with one stage."
             )
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1
@@ -115,9 +115,9 @@ Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call i
 class LogSpreader:
     """Brings the loss stage's loss and joined log calls to every rank.
 
-    What is logged (names, options) travels over the host, whole only when it is new, and sets out before the loss stage's
-    last backward, so that nobody waits for it. On CPU the values go with it; on a device they follow in one tensor at the
-    end of the step, for the host never to wait for the device.
+    What is logged (names, options) travels over the host, whole only when it is new, and sets out before the loss
+    stage's last backward, so that nobody waits for it. On CPU the values go with it; on a device they follow in one
+    tensor at the end of the step, for the host never to wait for the device.
 
     Args:
         tell: sends an object from the loss stage to every other rank; does not wait.

@@ -38,7 +38,7 @@ def test_slurm_tasks_that_do_not_match_devices_are_named():
         join_as_slurm(rank, 2, port)
         return fit(Case(Classifier, row_loader), PipelineStrategy(num_microbatches=4), 4)
 
-    with pytest.raises(ValueError, match="set the number of devices.*SLURM|--ntasks-per-node"):
+    with pytest.raises(ValueError, match=r"set the number of devices.*SLURM|--ntasks-per-node"):
         run_ranks(run, 2, free_port(), group=False)
 
 
