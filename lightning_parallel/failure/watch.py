@@ -268,9 +268,8 @@ class Watch:
     def _shut_sockets(self) -> None:
         for descriptor, _ in self._sockets & open_sockets():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if not connection.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):  # gloo aborts without its listener
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if not listens:  # gloo aborts without its listener
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _abandon(self) -> None:

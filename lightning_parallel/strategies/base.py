@@ -203,7 +203,7 @@ class MeshStrategy(ParallelStrategy):
         """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""
         return nullcontext() if self.watch is None else self.watch.blocked(what)
 
-    # -- collectives, by what Lightning means by them -------------------------------------------------------------
+    # -- collectives, by what Lightning means by them ------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the mesh, on the host."""
