@@ -116,7 +116,7 @@ class _Rank:
         """Make a rank that is still running write its stacks."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGABRT)
-        self.process.join(1.0)
+        self.process.join(5.0)
         self.outcome.text = self.stacks.read_text() if self.stacks.exists() else ""
 
     def reap(self) -> None:
@@ -147,9 +147,8 @@ def _collect(
 
 def _main(fn: Callable, rank: int, world: int, args: tuple, pipe: Connection, stacks: Path, store: str | None) -> None:
     with open(stacks, "w") as file:
-        faulthandler.enable(
-            file
-        )  # SIGABRT of the parent writes the stacks; a dump_traceback_later of pytest's would hang
+        # SIGABRT of the parent writes the stacks; a dump_traceback_later of pytest's would hang.
+        faulthandler.enable(file)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         torch.set_num_threads(1)
         torch.manual_seed(0)

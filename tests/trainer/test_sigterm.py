@@ -97,12 +97,17 @@ def test_outside_training_a_signal_is_known_at_once():
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
+def hear_interrupts() -> None:
+    """A shell lets what it runs in the background ignore Ctrl-C, and tests may run there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*options: str) -> tuple[subprocess.Popen, dict[int, int]]:
     """A script that trains for long, and the process ids of its ranks."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.watched", "--epochs", "100000", *options]
     script = subprocess.Popen(
         command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=hear_interrupts,
     )  # fmt: skip
     ranks: dict[int, int] = {}
     for line in script.stdout:
@@ -117,12 +122,13 @@ def start(*options: str) -> tuple[subprocess.Popen, dict[int, int]]:
 
 def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
     started = time.monotonic()
-    try:
-        errors = script.communicate(timeout=30)[1]
-        assert not [pid for pid in ranks.values() if os.path.exists(f"/proc/{pid}")]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
+    with script:  # closes its pipes
+        try:
+            errors = script.communicate(timeout=30)[1]
+            assert not [pid for pid in ranks.values() if os.path.exists(f"/proc/{pid}")]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
     assert time.monotonic() - started < 15.0
     return errors
 
