@@ -208,6 +208,17 @@ class Schedule:
         rows = tuple(self.of("F", row=row) for row in range(self.num_ranks))
         return replace(self, name=f"{self.name} (forward only)", actions=rows)
 
+    def first(self, num_microbatches: int) -> Schedule:
+        """The same order for the first micro-batches only: for a batch with too few rows for all of them.
+
+        Raises:
+            ValueError: more are asked for than the schedule has.
+        """
+        if num_microbatches > self.num_microbatches:
+            raise ValueError(f"Schedule {self.name!r} has {self.num_microbatches} micro-batches, not {num_microbatches}.")
+        kept = tuple(tuple(a for a in row if a.kind == "U" or a.microbatch < num_microbatches) for row in self.actions)
+        return self if kept == self.actions else replace(self, actions=kept, num_microbatches=num_microbatches)
+
     def to_text(self) -> str:
         """One line a row, actions apart by a space."""
         return "\n".join(" ".join(map(str, row)) for row in self.actions)

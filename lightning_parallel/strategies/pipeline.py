@@ -202,7 +202,7 @@ class PipelineStrategy(MeshStrategy):
         """The schedule of a batch of so many micro-batches, forwards only in evaluation.
 
         Raises:
-            ValueError: a schedule given as an object or a file is for another number of stages or micro-batches.
+            ValueError: a schedule given as an object or a file is for another number of stages.
         """
         key = (num_microbatches, training)
         if key not in self._schedules:
@@ -213,15 +213,12 @@ class PipelineStrategy(MeshStrategy):
     def _make_schedule(self, num_microbatches: int) -> Schedule:
         if isinstance(self.schedule, str):
             return schedules.make(self.schedule, self.num_stages, num_microbatches)
-        schedule = self.schedule
-        if schedule.num_stages != self.num_stages or schedule.num_microbatches != num_microbatches:
+        if self.schedule.num_stages != self.num_stages:
             raise ValueError(
-                f"Schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.num_microbatches}"
-                f" micro-batches, but this run has {self.num_stages} stages and a batch of {num_microbatches}"
-                " micro-batches. Give a schedule by name to have one made for every batch, or drop_last=True in the"
-                " loader."
+                f"Schedule {self.schedule.name!r} is for {self.schedule.num_stages} stages, but this run has"
+                f" {self.num_stages} ranks. Use Trainer(devices={self.schedule.num_stages}), or give a schedule by name."
             )
-        return schedule
+        return self.schedule.first(num_microbatches)
 
     def _default_microbatches(self) -> int:
         if not isinstance(self.schedule, str):

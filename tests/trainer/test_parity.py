@@ -365,6 +365,11 @@ def _in_pairs(stage: int) -> tuple:
     return tuple(Action(kind, stage, m) for m in (0, 2) for kind, m in (("F", m), ("F", m + 1), ("B", m), ("B", m + 1)))
 
 
+def test_a_schedule_of_ones_own_takes_short_batches():
+    case = Case(Classifier, lambda: row_loader((8, 3, 1)), {"schedule": make("1f1b", 2, 4)})
+    assert_parity(case, stages=(2,))
+
+
 def test_fewer_micro_batches_than_stages():
     case = Case(Classifier, lambda: row_loader((8, 5, 1)))
     reference = one_process(case)

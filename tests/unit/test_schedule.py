@@ -150,3 +150,15 @@ def test_a_schedule_pickles_small_and_without_what_it_cached():
     copy = pickle.loads(before)
     assert copy == schedule
     assert hash(copy) == hash(schedule)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+def test_the_first_micro_batches_of_a_schedule_are_a_schedule(name):
+    schedule = make(name, 4, 8)
+    for count in range(1, 9):
+        first = schedule.first(count)
+        first.check()
+        assert first.num_microbatches == count and len(first.of("F")) == 4 * count
+    assert schedule.first(8) is schedule
+    with pytest.raises(ValueError, match="has 8 micro-batches, not 9"):
+        schedule.first(9)
