@@ -145,9 +145,9 @@ class Pipeline:
         for channel in self._news.values():
             channel.send_object(value)
 
-    def hear(self) -> Any:
-        """Receive what the loss stage told."""
-        return self._news[self.rank].receive_object("what the loss stage logged")
+    def hear(self, what: str = "what the loss stage logged") -> Any:
+        """Receive what the loss stage told; `what` says in an error what is waited for."""
+        return self._news[self.rank].receive_object(what)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all stages, in place."""

@@ -129,7 +129,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _shallow(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+    if type(value) is dict:
+        return {key: copy.copy(entry) if type(entry) in (list, dict, set) else entry for key, entry in value.items()}
+    return copy.copy(value) if type(value) in (list, set) else value
 
 
 def _could_not(reason: str) -> None:

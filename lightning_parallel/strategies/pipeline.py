@@ -34,6 +34,7 @@ from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader
@@ -102,6 +103,7 @@ class PipelineStrategy(MeshStrategy):
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._pruned: dict[int, PrunedOptimizer] = {}
         self._loss_checked = False
+        self._metrics: StepMetrics | None = None
         self.stats: PipelineStats | None = None
 
     def axes(self) -> Mapping[str, int]:
@@ -120,6 +122,11 @@ class PipelineStrategy(MeshStrategy):
     def pipeline(self) -> Pipeline:
         assert self._pipeline is not None, "the pipeline exists after setup"
         return self._pipeline
+
+    @property
+    def metrics(self) -> StepMetrics:
+        assert self._metrics is not None, "the metrics are watched after setup"
+        return self._metrics
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
@@ -150,7 +157,8 @@ class PipelineStrategy(MeshStrategy):
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module)
-        self.spreader = LogSpreader(self.pipeline.tell, self.pipeline.hear, self.pipeline.broadcast, self.root_device)
+        self._metrics = StepMetrics(self.lightning_module, self.pipeline)
+        self.spreader = LogSpreader(self.pipeline.tell, self.metrics.hear, self.pipeline.broadcast, self.root_device)
         self._loss_checked = False
         share_generators(self.broadcast)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -189,6 +197,9 @@ class PipelineStrategy(MeshStrategy):
     def teardown(self) -> None:
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         failed = self.failed
+        if self._metrics is not None:
+            self.metrics.release(failed)
+            self._metrics = None
         super().teardown()
         if self._pipeline is not None:
             self.pipeline.close()

@@ -44,7 +44,8 @@ class TrainerStep:
         self.at_loss = strategy.stage == strategy.num_stages - 1
         self.parts = microbatch.split(batch, sizes)
         self.weights = self._weigh()
-        self.log = StepLog(self.module, self.at_loss)
+        self.metrics = strategy.metrics
+        self.log = StepLog(self.module, self.at_loss, self.metrics, self.training)
         self.output: Any = None
         self.loss: Tensor | None = None
         self.calls: list[LogCall] = []
@@ -68,10 +69,11 @@ class TrainerStep:
         check = self.strategy.wants_loss_check(self) and self.at_loss
         engine.keep_received = check
         work = self.work()
-        with self.log.recording(), pipeline.streams.step():
-            results = engine.run(work, self.strategy.marks(work.schedule, self.training))
-        if check:
-            self._check_loss(work)
+        with self.metrics.step():
+            with self.log.recording(), pipeline.streams.step():
+                results = engine.run(work, self.strategy.marks(work.schedule, self.training))
+            if check:
+                self._check_loss(work)
         if self.kind == "predict":
             return microbatch.join(results, self.sizes, self.weights) if self.at_loss else None
         return self._finish(self.strategy.spreader)
@@ -97,6 +99,7 @@ class TrainerStep:
 
         def step() -> Any:
             self.log.microbatch = number
+            self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
             with context():
                 return method(part, *self.args)
 
@@ -106,7 +109,8 @@ class TrainerStep:
         pipeline = self.strategy.pipeline
         received = [pipeline.engine.received[i] for i in range(len(self.sizes))]
         whole = self._step_on(self.batch, 0)
-        with StepLog(self.module, loss_stage=False).recording(), pipeline.streams.step():
+        unread = StepLog(self.module, False, self.metrics, self.training)
+        with unread.recording(), pipeline.streams.step():
             check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
         pipeline.engine.received.clear()
 

@@ -23,25 +23,31 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
+from lightning_parallel.trainer.metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
 @dataclass
 class LogCall:
-    """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number."""
+    """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number.
+
+    Of a torchmetrics object: `metric`, its attribute in the module, and the value of the batch where it is logged
+    (`dtype` None: there is none).
+    """
 
     name: str
     value: Any
     options: dict[str, Any]
     dtype: torch.dtype | None
+    metric: str | None = None
 
 
 class StepLog:
-    """Notes of the `self.log` calls of one step, by micro-batch."""
+    """Notes of the `self.log` calls of one step, by micro-batch; `training`: whether `on_step` is the default."""
 
-    def __init__(self, module: LightningModule, loss_stage: bool) -> None:
-        self.module, self.loss_stage = module, loss_stage
+    def __init__(self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool) -> None:
+        self.module, self.loss_stage, self.metrics, self.training = module, loss_stage, metrics, training
         self._notes: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
         self._seen: dict[tuple[int, str], int] = {}
         self.microbatch = 0
@@ -57,12 +63,13 @@ class StepLog:
 
     def joined(self, weights: Sequence[float | Tensor]) -> list[LogCall]:
         """One call for each logged key, in the order of first appearance."""
-        return [self._join(name, notes, weights) for (name, _), notes in self._notes.items()]
+        return [self._join(key, notes, weights) for key, notes in self._notes.items()]
 
     def replay(self, calls: Sequence[LogCall]) -> None:
         """Make the joined calls."""
         for call in calls:
-            self.module.log(call.name, call.value, **call.options)
+            value = call.value if call.metric is None else self.metrics.restore(call.metric, call.value)
+            self.module.log(call.name, value, **call.options)
 
     def _note(self, *args: Any, **kwargs: Any) -> None:
         if not self.loss_stage:
@@ -75,26 +82,33 @@ class StepLog:
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
                 " values that are computed from the last block's output."
             )
-        if isinstance(value, (Metric, MetricCollection)):
-            raise TypeError(
-                f"self.log({name!r}) logs a torchmetrics object, which the pipeline strategy does not spread to the"
-                f" other ranks yet. Log its value, self.log({name!r}, metric(...)), or train with one stage."
-            )
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1
+        if isinstance(value, (Metric, MetricCollection)):
+            self._note_metric((name, occurrence), value, options)
         value = value.detach() if isinstance(value, Tensor) else value
         self._notes.setdefault((name, occurrence), []).append((self.microbatch, value, options))
 
+    def _note_metric(self, key: tuple[str, int], metric: Any, options: dict[str, Any]) -> None:
+        self.metrics.name_of(metric, key[0])
+        on_step = options.get("on_step")
+        if self.training if on_step is None else on_step:
+            self.metrics.note(key, metric)
+
     def _join(
-        self, name: str, notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]
+        self, key: tuple[str, int], notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]
     ) -> LogCall:
         options = dict(notes[-1][2])
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(note[2]["batch_size"] for note in notes)
         values = [note[1] for note in notes]
+        if isinstance(values[-1], Metric):
+            metric = self.metrics.name_of(values[-1], key[0])
+            value = self.metrics.value(key, metric)
+            return LogCall(key[0], value, options, _dtype(value), metric)
         if len(values) > 1:
             values = [_reduce(values, [weights[note[0]] for note in notes], options.get("reduce_fx", "mean"))]
-        return LogCall(name, values[0], options, _dtype(values[0]))
+        return LogCall(key[0], values[0], options, _dtype(values[0]))
 
 
 def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
@@ -109,7 +123,7 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
     return weighted_sum(values, weights) / sum(weights)
 
 
-Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options and dtype
+Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options, dtype and metric
 
 
 class LogSpreader:
@@ -141,7 +155,7 @@ class LogSpreader:
     def announce(self, loss: Tensor | None, calls: list[LogCall]) -> Tensor:
         """On the loss stage, as soon as its forwards are launched: say what will be logged; returns the values."""
         values = _stack([0.0 if loss is None else loss, *(call.value for call in calls)], self._device)
-        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype) for call in calls])
+        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype, call.metric) for call in calls])
         known = mine in self._structures
         if not known:
             self._structures.append(mine)
@@ -162,7 +176,7 @@ class LogSpreader:
             self._structures.append(told)
             told = -1
         dtype, structure = self._structures[told]
-        calls = [LogCall(name, None, options, kind) for name, options, kind in structure]
+        calls = [LogCall(name, None, options, kind, metric) for name, options, kind, metric in structure]
         if on_host is not None:
             values = torch.tensor(on_host, dtype=torch.float64)
         else:
@@ -185,7 +199,8 @@ def _stack(values: list[Any], device: torch.device) -> Tensor:
 def _assign(values: Tensor, dtype: torch.dtype | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
     """Give each call its value; returns the loss and the calls."""
     for i, call in enumerate(calls):
-        call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
+        if call.metric is None or call.dtype is not None:
+            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
     return values[0].to(dtype or torch.get_default_dtype()), calls
 
 

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric
 
 from lightning_parallel.demo import GPT, HuggingFaceLM
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, Mlp, row_loader, token_loader
@@ -98,18 +97,6 @@ class LogsAnEarlyValue(Mlp):
         return F.cross_entropy(self.fc4(self.fc3(self.fc2(first))), batch[1])
 
 
-class LogsAMetric(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.mean(loss.detach())
-        self.log("mean", self.mean)
-        return loss
-
-
 class Reentrant(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc2(self.fc1(x))
@@ -164,7 +151,6 @@ REFUSED = [
         LogsAnEarlyValue,
         "self.log('first') logs a value computed from the output of `fc1` (stage 0), which the loss stage",
     ),
-    (LogsAMetric, "self.log('mean') logs a torchmetrics object, which the pipeline strategy does not spread"),
     (
         Reentrant,
         "is called without gradients inside a training step, as reentrant activation checkpointing does. Use torch",
