@@ -215,7 +215,9 @@ class Schedule:
             ValueError: more are asked for than the schedule has.
         """
         if num_microbatches > self.num_microbatches:
-            raise ValueError(f"Schedule {self.name!r} has {self.num_microbatches} micro-batches, not {num_microbatches}.")
+            raise ValueError(
+                f"Schedule {self.name!r} has {self.num_microbatches} micro-batches, not {num_microbatches}."
+            )
         kept = tuple(tuple(a for a in row if a.kind == "U" or a.microbatch < num_microbatches) for row in self.actions)
         return self if kept == self.actions else replace(self, actions=kept, num_microbatches=num_microbatches)
 
