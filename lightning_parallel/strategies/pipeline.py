@@ -227,7 +227,8 @@ class PipelineStrategy(MeshStrategy):
         if self.schedule.num_stages != self.num_stages:
             raise ValueError(
                 f"Schedule {self.schedule.name!r} is for {self.schedule.num_stages} stages, but this run has"
-                f" {self.num_stages} ranks. Use Trainer(devices={self.schedule.num_stages}), or give a schedule by name."
+                f" {self.num_stages} ranks. Use Trainer(devices={self.schedule.num_stages}), or give a schedule by"
+                " name."
             )
         return self.schedule.first(num_microbatches)
 
