@@ -148,6 +148,7 @@ def _collect(
 def _main(fn: Callable, rank: int, world: int, args: tuple, pipe: Connection, stacks: Path, store: str | None) -> None:
     with open(stacks, "w") as file:
         # SIGABRT of the parent writes the stacks; a dump_traceback_later of pytest's would hang.
+        faulthandler.disable()  # a Trainer in the parent has removed its handlers, and it would not set them again
         faulthandler.enable(file)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         torch.set_num_threads(1)
