@@ -33,6 +33,9 @@ class PrunedOptimizer:
         self.groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self.number = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
         for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, ForeignParameter):
+                    optimizer.state.pop(parameter, None)  # Adagrad makes its state at construction
             group["params"] = [p for p in group["params"] if not isinstance(p, ForeignParameter)]
 
     def full_state(self, gather: Gather) -> dict[str, Any]:

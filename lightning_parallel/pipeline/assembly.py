@@ -21,14 +21,27 @@ from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
-from lightning_parallel.pipeline.parameters import Entry, ParameterTable
+from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.partition import Partition, lay_out
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Cut
 
 _TRANSFER_BLOCKS = 4  # of the 132 multiprocessors of an H100; NCCL takes up to 32 for a large message between two GPUs
+
+_DIFFERENT = {
+    "batch": (
+        "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank 0). All stages need the"
+        " same rows: seed shuffling and augmentation alike (seed_everything(seed, workers=True)), draw no random"
+        " numbers on one rank only, and use no DistributedSampler of your own."
+    ),
+    "logged": (
+        "The ranks logged different values of {name!r} (rank {ranks} unlike rank 0), so schedulers and callbacks that"
+        " watch it would part. Steps run to their end on rank 0 only: what a hook computes from lists or counters that"
+        " steps filled is right there only. Log it in the step, or use a torchmetrics object."
+    ),
+}
 
 
 class Pipeline:
@@ -61,7 +74,7 @@ class Pipeline:
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
-        self.model, self.ranks, self.device = model, tuple(ranks), device
+        self.model, self.ranks, self.device, self.waiting = model, tuple(ranks), device, waiting
         self.rank = dist.get_rank()
         self.stage = self.ranks.index(self.rank)
         layout = lay_out(model, len(self.ranks), blocks, partition, stages)
@@ -100,7 +113,7 @@ class Pipeline:
                 parameter.grad = parameter.grad.to(device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None and not buffer.is_meta and not isinstance(buffer, Phantom):
                     module._buffers[name] = buffer.to(device)
 
     def close(self) -> None:
@@ -116,29 +129,27 @@ class Pipeline:
         mode = (kind, self.model.training, torch.is_grad_enabled(), trainable)
         return [(*mode, microbatch.signature(part)) for part in parts]
 
-    def check_same_batch(self, kind: str, batch: Any) -> None:
-        """Do all ranks of this model copy hold the same rows? For the first batch of an epoch.
+    def check_same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Do all ranks of this model copy hold the same? Names that only some ranks have are not compared.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not, naming the ranks.
         """
         if self.num_stages == 1:
             return
-        digests = self.all_gather(_digest(batch))
-        if len(set(digests)) > 1:
-            others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            raise ValueError(
-                f"The ranks of one model copy got different {kind} batches (rank {', '.join(map(str, others))} unlike"
-                " rank 0). All stages of a pipeline need the same rows: seed shuffling and augmentation alike"
-                " (seed_everything(seed, workers=True)), and use no DistributedSampler of your own."
-            )
+        everyone = self.all_gather({name: _digest(value) for name, value in values.items()})
+        for name, mine in everyone[0].items():
+            others = [str(rank) for rank, theirs in enumerate(everyone) if theirs.get(name, mine) != mine]
+            if others:
+                raise ValueError(_DIFFERENT[what].format(name=name, ranks=", ".join(others)))
 
     # -- collectives over the stages -----------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give every stage the loss stage's tensor, in place."""
         if self.num_stages > 1:
-            dist.broadcast(tensor, self.ranks[-1])
+            with self.waiting("a value of the loss stage"):
+                dist.broadcast(tensor, self.ranks[-1])
 
     def tell(self, value: Any) -> None:
         """Send an object from the loss stage to every other rank over the host, without waiting."""
@@ -152,18 +163,38 @@ class Pipeline:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all stages, in place."""
         if self.num_stages > 1:
-            dist.all_reduce(tensor)
+            with self.waiting("the other stages, to add up a value"):
+                dist.all_reduce(tensor)
 
     def all_reduce_over(self, tensor: Tensor, stages: Sequence[int]) -> None:
         """Sum over the stages that share a parameter, in place."""
-        dist.all_reduce(tensor, group=self._groups[tuple(stages)])
+        with self.waiting("the stages that share a parameter"):
+            dist.all_reduce(tensor, group=self._groups[tuple(stages)])
+
+    def sum_shared(self, gradients: dict[str, Tensor | None]) -> None:
+        """Sum the gradients of parameters that several stages hold; None stays None where no stage made one.
+
+        Who made one is agreed on the host, and only where there are bare parameters (a unit uses its own) or the device
+        is the host anyway: it makes the stages' hosts wait for each other.
+        """
+        shared = self.table.shared()
+        if not shared:
+            return
+        made = torch.tensor([float(gradients.get(entry.name) is not None) for entry in shared])
+        if self.device.type == "cpu" or any(entry.bare for entry in shared):
+            self.all_reduce(made)
+        else:
+            made.fill_(1.0)
+        used = [entry for entry, count in zip(shared, made.tolist(), strict=True) if count]
+        sum_shared_gradients(self.table, used, gradients, self.all_reduce_over)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's object, in the order of global ranks, over the host."""
         if self.num_stages == 1:
             return [value]
         box: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(box, value)
+        with self.waiting("the other stages, to compare notes"):
+            dist.all_gather_object(box, value)
         return box
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -171,7 +202,8 @@ class Pipeline:
         if self.num_stages == 1:
             return [value]
         box: list[Any] | None = [None] * self.num_stages if self.rank == self.ranks[-1] else None
-        dist.gather_object(value, box, dst=self.ranks[-1])
+        with self.waiting("the other stages, to gather the model's state"):
+            dist.gather_object(value, box, dst=self.ranks[-1])
         return None if box is None else [box[rank] for rank in self.ranks]
 
     # -- putting it together -------------------------------------------------------------------------------------------

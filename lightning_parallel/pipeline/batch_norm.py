@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_parallel.pipeline.phantom import Phantom
+
 
 class _Sums:
     """Count, sum and sum of squares of what one BatchNorm saw in a step, per channel, in float64."""
@@ -52,7 +54,8 @@ class DeferredBatchNorm:
         """One training step; with a single micro-batch the modules are left to themselves."""
         tracking = [
             m for m in self._modules
-            if m.training and m.track_running_stats and m.running_mean is not None and not m.running_mean.is_meta
+            if m.training and m.track_running_stats and m.running_mean is not None
+            and not isinstance(m.running_mean, Phantom)
         ]  # fmt: skip
         if num_microbatches == 1 or not tracking:
             yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.phantom import TensorMeta
+from lightning_parallel.pipeline.phantom import Phantom, TensorMeta
 from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -58,11 +58,11 @@ def check_loss(
         return loss_of(run.forward(step)).detach().double()
 
     with torch.no_grad(), _untouched(cut.model):
-        parts = [loss(step, inputs, 1) for step, inputs in zip(steps, received, strict=True)]
-        if not torch.equal(parts[0], loss(steps[0], received[0], 2)):
-            _could_not("the step draws random numbers outside its modules")
-            return
         try:
+            parts = [loss(step, inputs, 1) for step, inputs in zip(steps, received, strict=True)]
+            if not torch.equal(parts[0], loss(steps[0], received[0], 2)):
+                _could_not("the step draws random numbers outside its modules")
+                return
             joined = loss(whole, _join(received, sizes), 1)
         except Exception as error:
             # The joined batch may be what the user's code cannot do: then there is nothing to compare.
@@ -112,7 +112,8 @@ def _join(received: Sequence[Received], sizes: Sequence[int]) -> Received:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; then modes, buffers and the model's own lists, dicts and numbers are as before."""
     modes = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not buffer.is_meta}
+    held = {module: dict(module._buffers) for module in modes}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not isinstance(buffer, Phantom)}
     plain = [(m, {k: _shallow(v) for k, v in vars(m).items() if k not in _INTERNAL}) for m in modes]
     model.eval()
     try:
@@ -120,6 +121,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+        for module, named in held.items():
+            module._buffers.update(named)
         for buffer, value in buffers.items():
             buffer.copy_(value)
         for module, attributes in plain:

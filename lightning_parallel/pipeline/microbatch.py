@@ -124,8 +124,8 @@ def signature(batch: Any) -> tuple[Any, ...]:
 def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
     """Join what a step returned for each micro-batch into what it would have returned for the whole batch.
 
-    Tensors with one entry a row are concatenated; scalars are averaged with `weights` (which sum to 1); lists with one
-    entry a row are chained; anything else is the last micro-batch's.
+    Tensors with one entry a row are concatenated and lists with one entry a row chained; of other tensors integers are
+    counts and are added up, floats are averaged with `weights` (which sum to 1); anything else is the last one's.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -133,15 +133,25 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float |
     if isinstance(first, Mapping):
         return {key: join([out[key] for out in outputs], sizes, weights) for key in first}
     if isinstance(first, (list, tuple)):
-        if all(len(out) == size for out, size in zip(outputs, sizes, strict=True)) and _is_row_list(first):
+        if all(len(out) == size and _is_by_row(out, size) for out, size in zip(outputs, sizes, strict=True)):
             return type(first)(entry for out in outputs for entry in out)
         columns = [join(column, sizes, weights) for column in zip(*outputs, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if isinstance(first, Tensor):
         if first.dim() > 0 and all(out.shape[0] == size for out, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
+        if not first.is_floating_point() and not first.is_complex():
+            return sum(outputs[1:], first)
         return weighted_sum(outputs, weights)
     return outputs[-1]
+
+
+def _is_by_row(value: Any, rows: int) -> bool:
+    """Whether a list holds one entry a row: plain values, or structures whose tensors have no dimension for rows."""
+    if not isinstance(value, list) or _is_row_list(value):
+        return _is_row_list(value)
+    tensors = [leaf for entry in value for leaf in leaves(entry) if isinstance(leaf, Tensor)]
+    return not any(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
 
 
 def weighted_sum(values: Sequence[Any], weights: Sequence[float | Tensor]) -> Any:

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.partition import Layout
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import mix
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of the whole model: its first name, all its names, and the stages that hold it."""
+    """One parameter of the model: its first name, all its names, the stages that hold it, whether no unit does."""
 
     name: str
     names: tuple[str, ...]
     stages: tuple[int, ...]
+    bare: bool = False
 
     def is_counted_on(self, stage: int) -> bool:
         """Whether this stage's copy is the one that counts in norms and checkpoints."""
@@ -48,12 +49,14 @@ class ParameterTable:
         every = tuple(range(layout.num_stages))
         names: dict[int, list[str]] = {}
         stages: dict[int, set[int]] = {}
+        bare: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             unit = next((u for u in _prefixes(name) if u in stage_of_unit), None)
             names.setdefault(id(parameter), []).append(name)
+            bare |= {id(parameter)} if unit is None else set()
             stages.setdefault(id(parameter), set()).update(every if unit is None else (stage_of_unit[unit],))
         self.entries = tuple(
-            Entry(found[0], tuple(found), tuple(sorted(stages[key]))) for key, found in names.items()
+            Entry(found[0], tuple(found), tuple(sorted(stages[key])), key in bare) for key, found in names.items()
         )  # fmt: skip
         self.by_name = {name: entry for entry in self.entries for name in entry.names}
 
@@ -81,12 +84,22 @@ class ParameterTable:
             for name in entry.names:
                 module, leaf = _parent(self.model, name)
                 module._parameters[leaf] = stand_in
+        self._drop_foreign_buffers(device)
+
+    def _drop_foreign_buffers(self, device: torch.device) -> None:
+        """Buffers of modules that only other stages' units hold."""
+        mine = {
+            id(m)
+            for u in self.layout.units
+            if u.stage == self.stage
+            for m in self.model.get_submodule(u.name).modules()
+        }
         for unit in self.layout.units:
-            if unit.stage != self.stage:
-                for module in self.model.get_submodule(unit.name).modules():
-                    for leaf, buffer in module._buffers.items():
-                        if buffer is not None:
-                            module._buffers[leaf] = buffer.to("meta")
+            for name, module in self.model.get_submodule(unit.name).named_modules(prefix=unit.name):
+                for leaf, buffer in module._buffers.items():
+                    if id(module) not in mine and buffer is not None and not isinstance(buffer, Phantom):
+                        origin = f"buffer `{name}.{leaf}` of stage {unit.stage}"
+                        module._buffers[leaf] = Phantom(buffer.to("meta"), device, origin)
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Give this stage's meta parameters memory and initial values, module by module, whatever the layout.
@@ -126,27 +139,29 @@ class ParameterTable:
 
 
 def sum_shared_gradients(
-    table: ParameterTable, gradients: dict[str, Tensor | None], all_reduce: Callable[[Tensor, Sequence[int]], None]
+    table: ParameterTable,
+    used: Sequence[Entry],
+    gradients: dict[str, Tensor | None],
+    all_reduce: Callable[[Tensor, Sequence[int]], None],
 ) -> None:
     """Sum the gradients of parameters that several stages hold, so that every copy takes the same step.
 
     Args:
         table: the parameters.
+        used: the shared ones that some stage made a gradient for; the same on all stages.
         gradients: this stage's gradients by first name; entries are replaced by the sums.
         all_reduce: sums a tensor in place over the given stages.
     """
-    for entry in table.shared():
+    for entry in used:
         if table.stage not in entry.stages:
             continue
         parameter = table.model.get_parameter(entry.name)
         if not parameter.requires_grad:
             continue
         gradient = gradients.get(entry.name)
-        used = torch.tensor([0.0 if gradient is None else 1.0], device=parameter.device)
-        gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-        flat = torch.cat([gradient.view(-1), used.to(gradient.dtype)])
-        all_reduce(flat, entry.stages)
-        gradients[entry.name] = flat[:-1].view_as(parameter)
+        total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+        all_reduce(total, entry.stages)
+        gradients[entry.name] = total.detach()
 
 
 def total_norm(

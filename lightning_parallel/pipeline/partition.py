@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+PARTITIONS = ("parameters", "count", "flops")
 Partition = Literal["parameters", "count", "flops"] | Sequence[int]
 
 
@@ -83,13 +84,23 @@ def lay_out(
     for i, (name, block) in enumerate(found):
         stage = layout.stage_of(block) if block is not None else (0 if i < first else num_stages - 1)
         if name in overrides:
-            stage = overrides.pop(name) % num_stages
+            stage = _override(name, overrides.pop(name), block, num_stages)
         units.append(Unit(name, stage, block))
     if overrides:
         raise ValueError(
             f"stages= names {sorted(overrides)}, which are not units. The units: {[u.name for u in units]}."
         )
     return Layout(tuple(units), tuple(bounds))
+
+
+def _override(name: str, stage: int, block: int | None, num_stages: int) -> int:
+    if block is not None:
+        raise ValueError(
+            f"stages= moves `{name}`, which is block {block} of the chain. Use partition=[...] for blocks."
+        )
+    if not -num_stages <= stage < num_stages:
+        raise ValueError(f"stages= puts `{name}` on stage {stage}, but the stages are 0 to {num_stages - 1}.")
+    return stage % num_stages
 
 
 def find_blocks(model: nn.Module, num_stages: int) -> list[str]:
@@ -141,7 +152,9 @@ def _collect(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, int | N
             name = prefix + child_name
             if name in index:
                 units.append((name, index[name]))
-            elif any(block.startswith(f"{name}.") for block in blocks):
+            elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                continue  # bare parameters, held by every stage
+            elif any(block.startswith(f"{name}.") for block in blocks) or type(child) in (nn.ModuleList, nn.ModuleDict):
                 visit(child, f"{name}.")
             elif next(child.parameters(), None) is not None:
                 units.append((name, None))
@@ -197,7 +210,7 @@ def _bounds(costs: Sequence[float], num_stages: int, partition: Partition) -> li
                 " blocks."
             )
         return [sum(sizes[:s]) for s in range(num_stages + 1)]
-    if partition not in ("parameters", "count", "flops"):
+    if partition not in PARTITIONS:
         raise ValueError(f'partition={partition!r}: use "parameters", "count", "flops" or a list of blocks a stage.')
     return min_max_cut(costs, num_stages)
 

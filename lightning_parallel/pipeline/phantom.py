@@ -28,6 +28,7 @@ _OF_PARAMETER = {
     *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "requires_grad_", "detach"),
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),  # optimizers that make their state at construction
 }
 
 
@@ -104,6 +105,12 @@ class Phantom(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Phantom:
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PhantomError(
+            f"This process does not hold {self.origin} and cannot save it. Use trainer.save_checkpoint(path) on every"
+            " rank: it gathers the whole model."
+        )
 
 
 class ForeignParameter(Phantom):

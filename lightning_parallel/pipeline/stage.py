@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lightning_parallel.pipeline.leftovers import call_hooks, leave_phantoms, left_behind, tensor_attributes
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
     Phantom,
@@ -33,6 +34,7 @@ from lightning_parallel.pipeline.phantom import (
 )
 from lightning_parallel.pipeline.random_streams import RandomStreams
 
+_LEFT = "{} leaves behind"  # key of a unit's attributes among the outputs
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -98,11 +100,15 @@ class StageRun:
         with self.cut.active_as(self):
             yield
 
-    def call(self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a unit does in this run."""
+    def call(
+        self, unit: Unit, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
         if self._replaying:
             args, kwargs = with_values((args, kwargs))
             return self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
+        if unit.name in self._called and unit.name in self.cut.without_parameters:
+            return self.call_free(self.cut.number[unit.name], module, args, kwargs)
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
         if unit.name in self._called:
@@ -112,11 +118,13 @@ class StageRun:
             )
         self._called.add(unit.name)
         if unit.stage < self.stage:
-            return self._phantom_result(unit)
+            return self._phantom_result(unit, owner, args, kwargs)
+        before = tensor_attributes(owner) if self.record is not None else {}
         args, kwargs = self._real_arguments(unit, args, kwargs)
         result = self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
         if self.record is not None:
             self.record[unit.name] = describe(result)
+            self.record[self.cut.left[unit.name]] = left_behind(owner, before)
         return result
 
     def call_free(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,14 +140,20 @@ class StageRun:
         finally:
             self.cut.streams.leave(saved)
 
-    def _phantom_result(self, unit: Unit) -> Any:
+    def _phantom_result(self, unit: Unit, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if unit.name not in self.known:
             raise PhantomError(
                 f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
                 f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
                 f' or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
-        return summon(self.known[unit.name], self.cut.device, self.cut.origins[unit.name])
+        origin = self.cut.origins[unit.name]
+        left = self.known.get(self.cut.left[unit.name])
+        if left:
+            leave_phantoms(owner, left, self.cut.device, origin)
+        result = summon(self.known[unit.name], self.cut.device, origin)
+        hooked = owner._forward_hooks or "forward" in owner.__dict__
+        return call_hooks(owner, args, kwargs, result) if hooked else result
 
     def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.stage and unit.block == self.cut.layout.bounds[self.stage]:
@@ -213,9 +227,16 @@ class Cut:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self.active: StageRun | None = None
         self.origins = {unit.name: f"the output of `{unit.name}` (stage {unit.stage})" for unit in layout.units}
+        self.left = {unit.name: _LEFT.format(unit.name) for unit in layout.units}
+        self.without_parameters = {
+            unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
+        }
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         free = _free_modules(model, [unit.name for unit in layout.units])
         self.number = {name: i for i, name in enumerate([unit.name for unit in layout.units] + free)}
+        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
+        for encoder in self._nested:
+            encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
         for unit in layout.units:
             _intercept(model.get_submodule(unit.name), _Hook(self, unit, self.number[unit.name]))
         for name in free:
@@ -238,6 +259,8 @@ class Cut:
 
     def release(self) -> None:
         """Give every module its own class back."""
+        for encoder in self._nested:
+            encoder.enable_nested_tensor = True
         for module in self.model.modules():
             if "_pipeline_hook" in module.__dict__:
                 module.__class__ = type(module).__mro__[2]
@@ -263,7 +286,7 @@ class _Intercepted:
             return original(*args, **kwargs)
         if hook.unit is None:
             return run.call_free(hook.number, original, args, kwargs)
-        return run.call(hook.unit, original, args, kwargs)
+        return run.call(hook.unit, self, original, args, kwargs)  # type: ignore[arg-type]
 
 
 _classes: dict[type, type] = {}

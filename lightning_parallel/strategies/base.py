@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
     from lightning.pytorch.strategies.strategy import TBroadcast
 
+_LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
 StartMethod = Literal["popen", "fork", "spawn"]
 
 
@@ -57,6 +58,12 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         if start_method not in ("popen", "fork", "spawn"):
             raise ValueError(f'start_method={start_method!r}: use "popen" (scripts), "fork" (notebooks) or "spawn".')
+        if patience is not None and not isinstance(patience, Patience):
+            raise ValueError(
+                f"patience={patience!r}: use lightning_parallel.failure.roll.Patience(...), seconds by name."
+            )
+        if not isinstance(timeout, timedelta):
+            raise ValueError(f"timeout={timeout!r}: use datetime.timedelta(minutes=...).")
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -159,13 +166,29 @@ class MeshStrategy(ParallelStrategy):
             yield
             return
         rank, world = self.global_rank, self.world_size
-        store = open_store(environment.main_address, environment.main_port, rank, world, self.timeout)
-        connect(store, rank, world, torch.device("cpu"), self.timeout)
+        store = open_store(environment.main_address, environment.main_port, rank, world, _LATE)
+        try:
+            connect(store, rank, world, torch.device("cpu"), _LATE)
+        except (dist.DistError, RuntimeError) as error:
+            raise RuntimeError(
+                f"Rank {rank} waited {_LATE.seconds} s for the other ranks, to gather the model's state after the run."
+                " Every rank has to call trainer.save_checkpoint, not rank 0 alone."
+            ) from error
         try:
             yield
             self.barrier("connected")
         finally:
             disconnect()
+
+    def raise_failure(self) -> None:
+        """Raise the failure of this run if there is one, before waiting for ranks that may be gone.
+
+        Raises:
+            StageError: the run has failed.
+        """
+        error = self.watch.cause(0.0) if self.watch is not None and self.failed else None
+        if error is not None:
+            raise error from error.__cause__
 
     @property
     def failed(self) -> bool:
@@ -184,6 +207,7 @@ class MeshStrategy(ParallelStrategy):
         finally:
             if self.watch is not None:
                 self.watch.stop()
+            self.watch = None
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -229,6 +253,7 @@ class MeshStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data axis; a single model copy gives its tensor back, as one process does."""
+        group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
         if group is None and self.axis_size("data") == 1:
             return tensor
         return super().all_gather(tensor, self.mesh["data"].get_group() if group is None else group, sync_grads)

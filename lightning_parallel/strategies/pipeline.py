@@ -28,8 +28,8 @@ from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.engine import Engine, Marks
-from lightning_parallel.pipeline.parameters import sum_shared_gradients, total_norm
-from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.parameters import total_norm
+from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
@@ -42,6 +42,7 @@ from lightning_parallel.trainer.step_log import LogSpreader
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+_PARTITION_WORDS = '"parameters", "flops", "count" or a list with the number of blocks of each stage'
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
@@ -91,10 +92,21 @@ class PipelineStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ValueError(
-                f"PipelineStrategy(num_microbatches={num_microbatches}): a batch has at least one micro-batch."
-            )
+        _refuse_arguments(
+            schedule=(schedule, isinstance(schedule, (str, Path, Schedule)), "a name, a path or a Schedule"),
+            num_microbatches=(
+                num_microbatches,
+                num_microbatches is None or _is_count(num_microbatches, 1),
+                "at least 1",
+            ),
+            blocks=(blocks, isinstance(blocks, str) or _all_are(blocks, str), '"auto", a name or names'),
+            partition=(partition, partition in PARTITIONS or _all_are(partition, int), _PARTITION_WORDS),
+            stages=(stages, stages is None or isinstance(stages, Mapping), "a mapping of names to stages"),
+            loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
+            check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),
+            dynamic_shapes=(dynamic_shapes, isinstance(dynamic_shapes, bool), "True or False"),
+            receive_ahead=(receive_ahead, _is_count(receive_ahead, 0), "a number of actions, 0 or more"),
+        )
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
@@ -241,7 +253,7 @@ class PipelineStrategy(MeshStrategy):
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         sizes = self._sizes(batch)
-        keep = not self._will_be_zeroed(args[0] if args else 0)
+        keep = not self._will_be_zeroed()
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)):
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
@@ -264,9 +276,12 @@ class PipelineStrategy(MeshStrategy):
         return self._run("predict", batch, args, self._sizes(batch))
 
     def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
-        if args and args[0] == 0:
-            self.pipeline.check_same_batch(kind, batch)
-        return TrainerStep(self, kind, batch, args, sizes).run()
+        step = TrainerStep(self, kind, batch, args, sizes)
+        if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
+            self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
+        if step.index == 0 and self.num_stages > 1:
+            self.pipeline.check_same("logged", {k: float(v) for k, v in step.module.trainer.callback_metrics.items()})
+        return step.run()
 
     def _sizes(self, batch: Any) -> list[int]:
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
@@ -289,10 +304,11 @@ class PipelineStrategy(MeshStrategy):
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def _will_be_zeroed(self, batch_idx: int) -> bool:
+    def _will_be_zeroed(self) -> bool:
         """Whether Lightning zeroes the gradients between this batch's `training_step` and its `backward`."""
         module = self.lightning_module
         assert module is not None
+        batch_idx = module.trainer.fit_loop.epoch_loop.batch_idx
         first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
         return first_of_window and not is_overridden("optimizer_zero_grad", module)
 
@@ -300,7 +316,7 @@ class PipelineStrategy(MeshStrategy):
         """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
         fresh = self.pipeline.gradients.take()
         names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
-        sum_shared_gradients(self.pipeline.table, names, self.pipeline.all_reduce_over)
+        self.pipeline.sum_shared(names)
         for stand_in in self.pipeline.foreign:
             stand_in.has_gradient = stand_in.requires_grad
         into: list[Tensor] = []
@@ -333,11 +349,15 @@ class PipelineStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on global rank 0, nothing elsewhere; all ranks call it."""
         assert self.lightning_module is not None
+        if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
+            return super().lightning_module_state_dict()
+        self.raise_failure()
         with self.connected():
             return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
+        self.raise_failure()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         with self.connected():
             return self._pruned[id(inner)].full_state(self.pipeline.gather)
@@ -350,6 +370,26 @@ class PipelineStrategy(MeshStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._pruned[id(optimizer)].load_full_state(state)
         _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _refuse_arguments(**arguments: tuple[Any, bool, str]) -> None:
+    """Raise for the first argument that is not right: {name: (what is, whether it is right, what was needed)}."""
+    for name, (value, right, needed) in arguments.items():
+        if not right:
+            raise ValueError(f"PipelineStrategy({name}={value!r}): {name} is {needed}.")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _all_are(values: Any, kind: type) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and not isinstance(values, str)
+        and bool(values)
+        and all(isinstance(value, kind) for value in values)
+    )
 
 
 def _read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:

@@ -72,11 +72,11 @@ def where_of(trainer: Trainer | None, error: BaseException) -> str:
     hook = getattr(module, "_current_fx_name", None)
     if any("/torch/utils/data/" in file for file in files) or type(error).__module__.startswith("torch.utils.data"):
         hook = "the data loader"
-    return f"{hook or trainer.state.fn or 'the run'}{_when(trainer, hook or '')}"
+    return f"{hook or getattr(trainer.state.fn, 'value', 'the run')}{_when(trainer, hook or '')}"
 
 
 def _when(trainer: Trainer, hook: str) -> str:
-    if not trainer.training or hook.startswith(_ONCE):
+    if not hook or not trainer.training or hook.startswith(_ONCE):
         return ""
     if "epoch" in hook:
         return f" (epoch {trainer.current_epoch})"

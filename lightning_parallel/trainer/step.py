@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.engine import StepWork
 from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TrainerStep:
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
         self.at_loss = strategy.stage == strategy.num_stages - 1
+        self.index = self._batch_index()
         self.parts = microbatch.split(batch, sizes)
         self.weights = self._weigh()
         self.metrics = strategy.metrics
@@ -126,7 +128,19 @@ class TrainerStep:
 
     def _batch_number(self) -> int:
         """A number for the random streams that no other step of this run has."""
-        return 2 * self.module.trainer.fit_loop.epoch_loop.total_batch_idx + (not self.training)
+        trained = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if self.training:
+            return 2 * trained
+        loader = next((arg for arg in self.args[1:2] if isinstance(arg, int)), 0)
+        return 2 * mix(list(_CONTEXTS).index(self.kind), trained, self.index, loader) + 1
+
+    def _batch_index(self) -> int:
+        """Number of the batch within its epoch; a step that does not take `batch_idx` is not told."""
+        trainer = self.module.trainer
+        if self.training:
+            return trainer.fit_loop.epoch_loop.batch_idx
+        loop: Any = trainer._active_loop
+        return loop.batch_progress.current.ready - 1 if hasattr(loop, "batch_progress") else 0
 
 
 def loss_of(output: Any) -> Tensor:

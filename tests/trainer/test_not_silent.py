@@ -1,0 +1,192 @@
+"""What was once silently wrong, or crashed without help: each equals one process now, or is refused in words."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.trainer.modules import Classifier, chain, row_loader
+from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages
+
+
+class WithoutIndex(Classifier):
+    """Its steps do not take `batch_idx`."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_accumulation_where_the_step_takes_no_index():
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    assert_parity(Case(WithoutIndex, lambda: row_loader((8, 8, 8, 8)), trainer=options), stages=(2,))
+
+
+class Unused(Classifier):
+    """A bare parameter that the step does not use: AdamW must not decay it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.ones(4))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+def test_a_bare_parameter_that_nobody_uses_has_no_gradient():
+    assert_parity(Case(Unused, row_loader), stages=(2,))
+
+
+class Adagrad(Classifier):
+    """An optimizer that makes its state at construction."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters(), lr=1e-2)
+
+
+def test_an_optimizer_that_makes_its_state_at_construction():
+    assert_parity(Case(Adagrad, row_loader), stages=(2,))
+
+
+def test_one_activation_used_twice():
+    shared = nn.ReLU()
+    assert_parity(Case(lambda: Classifier(chain(between=lambda: shared)), row_loader), stages=(2,))
+
+
+class Scale(nn.Module):
+    """A layer with a table that all blocks share."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(8, 8), table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.table.scale
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+
+
+def sharing_a_table() -> Classifier:
+    table = Table()
+    return Classifier(nn.Sequential(*(Scale(table) for _ in range(4)), nn.Linear(8, 4)))
+
+
+def test_a_module_with_a_buffer_that_blocks_share():
+    assert_parity(Case(sharing_a_table, lambda: row_loader(width=8)), stages=(2,))
+
+
+class Auxiliary(nn.Module):
+    """Leaves an auxiliary loss on itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.aux = y.pow(2).mean()
+        return y
+
+
+class SumsAuxiliary(Classifier):
+    """Adds what its blocks left on themselves to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(Auxiliary(8) for _ in range(4)), nn.Linear(8, 4)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + sum(block.aux for block in self.net[:4])
+
+
+def test_an_attribute_that_another_stages_block_set_is_refused():
+    text = failure_of(Case(SumsAuxiliary, lambda: row_loader(width=8), validate=False))
+    assert "`aux` set beside the output of `net.0` (stage 0)" in text
+
+
+class HookedFeatures(Classifier):
+    """Uses what a hook on an early block collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.net[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + self.seen[0].pow(2).mean()
+
+
+def test_what_a_hook_on_another_stages_block_collected_is_refused():
+    assert "the output of `net.0` (stage 0)" in failure_of(Case(HookedFeatures, row_loader, validate=False))
+
+
+class Counts(Classifier):
+    """Logs in a hook what its steps counted."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.count = 0.0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.count += 1
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("count", self.count)
+
+
+def test_hooks_that_log_different_values_on_the_ranks_are_refused():
+    text = failure_of(Case(Counts, row_loader, trainer={"max_epochs": 2}))
+    assert "The ranks logged different values of 'count' (rank 1 unlike rank 0)" in text
+
+
+class Draws(Classifier):
+    """Notes a random number of every validation batch."""
+
+    def on_train_start(self) -> None:
+        self.drawn: list[float] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.drawn.append(float(torch.rand(())))
+        super().validation_step(batch, batch_idx)
+
+
+def drawn(trainer: Trainer, module: LightningModule) -> list[float]:
+    return module.drawn
+
+
+def test_every_validation_batch_draws_numbers_of_its_own():
+    case = Case(Draws, row_loader, {"num_microbatches": 1}, {"max_epochs": 1}, at_end=drawn)
+    [records] = many_on_stages([case], 2)
+    numbers = [record.extra for record in records]
+    assert numbers[0] == numbers[1], "all stages draw alike"
+    assert len(numbers[0]) == 3 == len(set(numbers[0]))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("partition", "foo", "partition is"),
+        ("partition", [], "partition is"),
+        ("blocks", 5, "blocks is"),
+        ("stages", ["a"], "stages is"),
+        ("loss_weight", 3, "loss_weight is a function"),
+        ("receive_ahead", "x", "receive_ahead is"),
+        ("num_microbatches", 2.5, "num_microbatches is at least 1"),
+        ("check_loss", "no", "check_loss is True or False"),
+        ("schedule", 5, "schedule is a name"),
+        ("timeout", 30, "use datetime.timedelta"),
+        ("patience", 10, "use lightning_parallel.failure.roll.Patience"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_construction(argument, value, words):
+    from lightning_parallel.strategies import PipelineStrategy
+
+    with pytest.raises(ValueError, match=words):
+        PipelineStrategy(**{argument: value})
