@@ -140,13 +140,13 @@ class MeshStrategy(ParallelStrategy):
         host, device = environment.main_address, self.root_device
         store = open_store(host, environment.main_port, rank, world, self.timeout)
         self.watch = Watch(rank, world, store, host=host, patience=self.patience)
-        launcher = cast(Any, self.launcher)
-        if hasattr(launcher, "joined"):
-            launcher.joined(self.watch)
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
             self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
+        launcher = cast(Any, self.launcher)
+        if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
+            launcher.joined(self.watch)
         if device.type == "cuda":
             self.watch.on_abort(abort_device_groups)
 

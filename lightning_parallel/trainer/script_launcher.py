@@ -118,7 +118,7 @@ class _Family:
         while True:
             time.sleep(_LOOK_S)
             ended = [(rank, code) for rank, child in enumerate(self.children, 1) if (code := child.poll()) is not None]
-            if ended and self._strategy.watch is None and (what := self._awaited_for) is not None:
+            if ended and (what := self._awaited_for) is not None:
                 self._end_all(*ended[0], what)
 
     def _end_all(self, rank: int, code: int, what: str) -> None:
