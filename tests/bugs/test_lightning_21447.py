@@ -64,6 +64,6 @@ def test_rows_are_the_same_within_a_copy(loader, distributed_sampler: bool):
 def test_a_sampler_that_deals_rows_to_ranks_is_refused_at_the_first_step():
     message = failure_of(Case(Classifier, lambda: sampled(ByRank()), validation=row_loader))
     assert message.startswith(
-        "The ranks of one model copy got different training batches (rank 1 unlike rank 0). All stages"
+        "The ranks of one model copy got different rows in training batch 0 (rank 1 unlike rank 0). All stages"
     )
     assert "seed shuffling and augmentation alike" in message
