@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check format clean
@@ -15,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
