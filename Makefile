@@ -1,5 +1,5 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
-# make test    every test
+# make test    every test, JOBS at a time
 # make check   formatting, lint, types, import rule, doctests
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.
