@@ -1,5 +1,5 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
-# make test    every test, JOBS at a time
+# make test    every test; JOBS=4 runs four at a time
 # make check   formatting, lint, types, import rule, doctests
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.
@@ -7,7 +7,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check format clean
@@ -16,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q $(if $(JOBS),-n $(JOBS) --dist worksteal)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
