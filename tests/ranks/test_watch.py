@@ -185,6 +185,7 @@ def test_a_main_thread_that_does_not_end_is_ended_with_the_failure_shown_last(ca
 def test_ranks_may_finish_at_different_times_in_silence(capfd):
     def finish(rank: int, port: int) -> bool:
         watch = watched(rank, 3, port)
+        dist.barrier()  # rank 0 holds the store that the others connect through
         threading.Event().wait((0.0, 0.3, 3 * QUICK.stale_s)[rank])
         watch.stop()
         watch.stop()
