@@ -6,6 +6,7 @@ several hosts, CUDA (a forked process cannot use a CUDA context of its parent).
 """
 
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 15.0
 _fork = multiprocessing.get_context("fork")
+_ports = itertools.count(61 * os.getpid())  # each process that runs tests begins elsewhere
 
 
 @dataclass
@@ -80,10 +82,12 @@ def rank_outcomes(
 
 
 def free_port() -> int:
-    """A TCP port of the loopback device that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback device that nobody listens on; no connection and hardly another test is given it."""
+    while True:
+        port = 20000 + next(_ports) % 12000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class _Rank:
