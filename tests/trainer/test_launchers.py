@@ -123,9 +123,6 @@ def test_results_come_back_to_the_parent(start_method: str):
 # -- scripts: start_method="popen" -------------------------------------------------------------------------------------
 
 
-ENDED_S = 45.0  # two imports of Lightning, one after the other, and the failure
-
-
 def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
     started = time.monotonic()
     done = subprocess.run(
@@ -159,7 +156,7 @@ def test_a_script_ends_with_the_users_exception(rank: int):
     assert done.returncode != 0
     assert last_line(done.stderr) == f"(rank {1 - rank} stopped because of it)"
     assert f"StageError: rank {rank} failed in training_step (epoch 0, batch 2): KeyError: " in done.stderr
-    assert seconds < ENDED_S
+    assert seconds < 30
 
 
 def test_a_script_says_by_which_signal_a_rank_ended():
@@ -180,7 +177,7 @@ def test_a_script_that_fails_before_the_ranks_are_connected_ends_with_that():
     assert "ModuleNotFoundError: No module named 'a_module_that_is_not_installed'" in done.stderr
     expected = "StageError: lost rank 1: its script ended (exit code 1) before it joined trainer.fit; its own error"
     assert last_line(done.stderr) == f"{expected} stands above"
-    assert seconds < ENDED_S
+    assert seconds < 30
 
 
 def test_a_script_that_leaves_early_is_told_of():
@@ -191,4 +188,4 @@ def test_a_script_that_leaves_early_is_told_of():
 def test_a_stuck_rank_does_not_outlive_the_failure_of_another():
     done, seconds = run_script("--where", "training_step", "--how", "SIGSTOP")
     assert "lost rank 1: not heard of for 3 s" in done.stderr
-    assert seconds < ENDED_S
+    assert seconds < 30
