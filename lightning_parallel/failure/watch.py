@@ -306,35 +306,6 @@ class _Blocked:
             raise self._watch._tell(error, f"waiting for {self._what}", True)
 
 
-@contextmanager
-def guarded(
-    watch: Watch | None,
-    where: str | Callable[[BaseException], str] = "",
-    passing: tuple[type[BaseException], ...] = (StopIteration, GeneratorExit),
-) -> Iterator[None]:
-    """A context in which any exception is the run's failure: reported to all ranks, and raised as a `StageError`.
-
-    Args:
-        watch: the watch of this rank; None guards nothing.
-        where: the work in hand, or a function that finds it from the exception.
-        passing: exceptions that are no failure.
-
-    Raises:
-        StageError: its cause is what was raised inside. `KeyboardInterrupt`, `SystemExit` are reported and re-raised.
-    """
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:
-        if watch is None:
-            raise
-        told = watch.report(error, where if isinstance(where, str) else where(error))
-        if told is error or not isinstance(error, Exception):
-            raise
-        raise told from told.__cause__
-
-
 def abort_device_groups() -> None:
     """Abort the NCCL communicators of all process groups, so that a host that waits for the device is freed."""
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Schedule
 
 COMPUTE_KINDS = ("F", "B", "I", "W", "U")
-TRANSFER_KINDS = ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ come back for those that carry one. `dynamic_shapes=True` agrees anew every time
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class Departure:
     def __init__(self, stage: int, forward: Channel, backward: Channel, dynamic_shapes: bool = False) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
         self._contracts: dict[Hashable, Contract] = {}
+        self._unanswered: deque[Contract] = deque()
 
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
@@ -64,6 +66,7 @@ class Departure:
             units = {**run.known, **(run.record or {})}
             contract = Contract({i: (describe(t), t.requires_grad) for i, t in tensors.items()}, units)
             self._send_header(contract)
+            self._unanswered.append(contract)
             if not self.dynamic_shapes:
                 self._contracts[signature] = contract
         else:
@@ -73,9 +76,14 @@ class Departure:
         return contract
 
     def await_answer(self, contract: Contract) -> None:
-        """Learn which values the next stage needs, if it has not been learnt yet."""
-        if contract.needed is None:
-            contract.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
+        """Learn which values the next stage needs, if it has not been learnt yet.
+
+        Answers come in the order of the headers, and not every header's is waited for at once: the answer to a
+        signature that was seen once waits until somebody reads it on the way to another one's.
+        """
+        while contract.needed is None:
+            asked = self._unanswered.popleft()
+            asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
 
     def post_gradients(self, contract: Contract, what: str) -> Receipt:
         """Start receiving the gradients of the values that carry one."""

@@ -147,13 +147,6 @@ class Engine:
         self._held.clear()
         return self._results
 
-    def flush(self) -> None:
-        """Wait until everything sent has been taken."""
-        if self.departure is not None:
-            self.departure.forward.flush()
-        if self.arrival is not None:
-            self.arrival.backward.flush()
-
     def _run_action(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended
         act = self._forward if action.kind == "F" else self._backward
@@ -225,8 +218,8 @@ class Engine:
         """Keep where gradients enter, not the tensors: what was sent may be freed when it has left."""
         run = held.run
         assert run.outputs is not None and held.departure is not None
-        for position, (_, carries) in held.departure.values.items():
-            if carries:
+        for position in held.departure.travelling():
+            if held.departure.values[position][1]:
                 held.edges[position] = get_gradient_edge(run.outputs[position])
         run.outputs = None
 

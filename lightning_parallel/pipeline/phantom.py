@@ -94,7 +94,7 @@ class Phantom(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
-            _refuse_reshape(func, written)
+            _refuse_reshape(func, written, result)
             return written
         if isinstance(result, Tensor):
             return Phantom(result, device, first.origin)
@@ -187,8 +187,8 @@ def _key(x: Any) -> Any:
 
 def _on_meta(tree: Any) -> Any:
     """An operator's arguments with every tensor on the meta device."""
-    if isinstance(tree, Tensor):
-        return tree.meta if isinstance(tree, Phantom) else tree.detach().to("meta")
+    if isinstance(tree, Tensor):  # metas are shared: an operator in place gets one of its own
+        return tree.meta.detach() if isinstance(tree, Phantom) else tree.detach().to("meta")
     if isinstance(tree, (tuple, list)):
         return [_on_meta(x) for x in tree]
     if isinstance(tree, dict):
@@ -219,9 +219,9 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
     return None
 
 
-def _refuse_reshape(func: Any, written: Phantom) -> None:
+def _refuse_reshape(func: Any, written: Phantom, result: Any) -> None:
     """A Phantom that was written in place must still have the shape that it shows."""
-    if (written.meta.shape, written.meta.stride()) != (written.shape, written.stride()):
+    if isinstance(result, Tensor) and (result.shape, result.stride()) != (written.shape, written.stride()):
         name = func._schema.name.split("::")[-1]
         raise PhantomError(
             f"The step changes the shape of {written.origin} in place with `{name}`, which a stage that does not hold"

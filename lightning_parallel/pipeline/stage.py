@@ -105,8 +105,7 @@ class StageRun:
     ) -> Any:
         """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
         if self._replaying:
-            args, kwargs = with_values((args, kwargs))
-            return self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
+            return self._call_again(unit, owner, module, args, kwargs)
         if unit.name in self._called and unit.name in self.cut.without_parameters:
             return self.call_free(self.cut.number[unit.name], module, args, kwargs)
         if unit.stage > self.stage:
@@ -126,6 +125,20 @@ class StageRun:
             self.record[unit.name] = describe(result)
             self.record[self.cut.left[unit.name]] = left_behind(owner, before)
         return result
+
+    def _call_again(
+        self, unit: Unit, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call in a recomputation, which may begin or end within another stage's blocks."""
+        if unit.stage > self.stage:
+            raise PhantomError(
+                f"A recomputation on stage {self.stage} runs on into `{unit.name}` of stage {unit.stage}. Leave early"
+                " stop of torch.utils.checkpoint on, or checkpoint blocks one by one."
+            )
+        if unit.stage < self.stage:
+            return self._phantom_result(unit, owner, args, kwargs)
+        args, kwargs = self._real_arguments(unit, args, kwargs)
+        return self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
 
     def call_free(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module without parameters runs on every stage."""
@@ -185,7 +198,8 @@ class StageRun:
             )
         for position, leaf in needed.items():
             leaf.value = self.inputs[position]
-        self.needed = tuple(needed)
+        if self.needed is None:
+            self.needed = tuple(needed)
 
     def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stop the step: the arguments of the next stage's first block are what is sent."""

@@ -25,12 +25,11 @@ class PipelineStats:
     def __init__(
         self,
         schedule: Schedule,
-        row: int,
         row_ranks: Sequence[int],
         clock: Clock,
         all_gather: Callable[[Any], list[Any]],
     ) -> None:
-        self.schedule, self.row, self.row_ranks = schedule, row, tuple(row_ranks)
+        self.schedule, self.row_ranks = schedule, tuple(row_ranks)
         self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque(maxlen=8)
         self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=8)
@@ -59,9 +58,7 @@ class PipelineStats:
     def _trace(self, newest: int) -> StepTrace | None:
         if self._cached[0] != newest:
             self._read()
-            mine = {
-                step: (schedule.num_microbatches, times) for step, schedule, times in self._finished if step <= newest
-            }
+            mine = {step: times for step, _, times in self._finished if step <= newest}
             everyone = self._all_gather(mine)
             common = set.intersection(*(set(entry) for entry in everyone))
             self._cached = (newest, self._build(max(common), everyone) if common else None)
@@ -82,13 +79,11 @@ class PipelineStats:
             self._pending.popleft()
             self._finished.append((step, marks.schedule, times))
 
-    def _build(self, step: int, everyone: list[dict[int, tuple[int, Times]]]) -> StepTrace:
+    def _build(self, step: int, everyone: list[dict[int, Times]]) -> StepTrace:
         schedule = next(schedule for number, schedule, _ in self._finished if number == step)
-        rows = []
+        rows, order = [], sorted(self.row_ranks)  # entries come in the order of global ranks
         for row in range(schedule.num_ranks):
-            times = next(
-                entry[step][1] for entry, rank_row in zip(everyone, self._rows(), strict=True) if rank_row == row
-            )
+            times = everyone[order.index(self.row_ranks[row])][step]
             spans = []
             for i, action in enumerate(schedule.actions[row]):
                 began, ready, ended = times[3 * i : 3 * i + 3]
@@ -97,8 +92,3 @@ class PipelineStats:
                 spans.append(Span(action.kind, action.stage, action.microbatch, ready, ended, action.replica))
             rows.append(tuple(spans))
         return StepTrace(step, schedule, tuple(rows))
-
-    def _rows(self) -> list[int]:
-        """The row of each gathered entry; entries come in the order of global ranks."""
-        order = sorted(self.row_ranks)
-        return [self.row_ranks.index(rank) for rank in order]

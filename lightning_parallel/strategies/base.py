@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
-from lightning_parallel.trainer.failures import tell
+from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
             self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
 
     def on_exception(self, exception: BaseException) -> None:
-        tell(self, getattr(self.lightning_module, "_trainer", None), exception)
+        report_exception(self, exception)
 
     @contextmanager
     def connected(self) -> Iterator[None]:

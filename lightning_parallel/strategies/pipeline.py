@@ -165,9 +165,8 @@ class PipelineStrategy(MeshStrategy):
             self._pipeline = self._assemble()
         schedule = self.schedule_for(self._default_microbatches())
         ranks = self.pipeline.ranks
-        self._row = schedule.placement[0, self.stage]
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
-        self.stats = PipelineStats(schedule, self._row, rows, self.pipeline.clock, self.pipeline.all_gather)
+        self.stats = PipelineStats(schedule, rows, self.pipeline.clock, self.pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.spreader = LogSpreader(self.pipeline.tell, self.metrics.hear, self.pipeline.broadcast, self.root_device)

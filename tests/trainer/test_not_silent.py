@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.modules import Classifier, chain, row_loader
 from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages
@@ -143,6 +144,55 @@ class Counts(Classifier):
 def test_hooks_that_log_different_values_on_the_ranks_are_refused():
     text = failure_of(Case(Counts, row_loader, trainer={"max_epochs": 2}))
     assert "The ranks logged different values of 'count' (rank 1 unlike rank 0)" in text
+
+
+class Gated(nn.Module):
+    """A block that may take a second value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return y if gate is None else y * gate
+
+
+class GatedInValidation(Classifier):
+    """Its blocks take a second value of the first stage in validation only."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList([nn.Linear(8, 8), *(Gated() for _ in range(3)), nn.Linear(8, 4)]))
+
+    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
+        x = self.net[0](x)
+        gate = torch.sigmoid(x) if gated else None
+        for block in list(self.net)[1:-1]:
+            x = block(x, gate)
+        return self.net[-1](x)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0], gated=True), batch[1]))
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 1}, {"dynamic_shapes": True}])
+def test_what_a_stage_needs_is_answered_signature_by_signature(options):
+    """A signature that is seen once leaves its answer unread; the next one's must not be taken for it."""
+    case = Case(GatedInValidation, lambda: row_loader((8, 6, 5), width=8), options, {"max_epochs": 3})
+    assert_parity(case, stages=(2, 4))
+
+
+class Segments(Classifier):
+    """Checkpoints five layers at a time, across the boundaries of stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(0, len(self.net), 5):
+            x = checkpoint(self.net[first : first + 5], x, use_reentrant=False)
+        return x
+
+
+def test_recomputation_across_a_boundary():
+    assert_parity(Case(Segments, row_loader), stages=(2, 4))
 
 
 class Draws(Classifier):
