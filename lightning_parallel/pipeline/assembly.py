@@ -156,6 +156,11 @@ class Pipeline:
         for channel in self._news.values():
             channel.send_object(value)
 
+    def settle(self) -> None:
+        """On the loss stage, once for each thing that all ranks hear: let go of what was told before the last call."""
+        for channel in self._news.values():
+            channel.settle()
+
     def hear(self, what: str = "what the loss stage logged") -> Any:
         """Receive what the loss stage told; `what` says in an error what is waited for."""
         return self._news[self.rank].receive_object(what)

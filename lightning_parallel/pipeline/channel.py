@@ -76,6 +76,7 @@ class Channel:
         self._object_tag, self._tensor_tag = 2 * tag, 2 * tag + 1
         self._host_group, self._device_group = host_group, device_group
         self._sending: list[tuple[Any, Tensor]] = []
+        self._sent_before: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start sending; returns at once. The bytes are kept until they have left."""
@@ -116,15 +117,27 @@ class Channel:
         dist.recv(buffer, self.source, group=self._host_group, tag=self._object_tag)
         return buffer.numpy().tobytes()
 
+    def settle(self) -> None:
+        """Once a step: let go of what was sent before the last call, waiting for it if it has not been taken yet.
+
+        gloo says of a send that it is over only to those who wait for it, so somebody has to, sooner or later.
+        """
+        self._wait_for(self._sent_before)
+        self._sent_before, self._sending = self._sending, []
+
     def flush(self) -> None:
         """Wait until everything sent has left (on CUDA: let the current stream wait)."""
-        for work, _ in self._sending:
+        self._wait_for(self._sent_before + self._sending)
+        self._sent_before, self._sending = [], []
+
+    def _wait_for(self, sent: Sequence[tuple[Any, Tensor]]) -> None:
+        for work, _ in sent:
             with self.waiting(f"rank {self.target} to take what was sent"):
                 work.wait()
-        self._sending.clear()
 
     def _forget_sent(self) -> None:
-        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        if self._device_group is not None:
+            self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
 
     def warm_up(self, rank: int) -> None:
         """Open the connection with one byte; both ends call it, channels in one order on all ranks."""

@@ -93,6 +93,7 @@ class TrainerStep:
         self.output = microbatch.join(results, self.sizes, self.weights)
         self.loss = loss_of(self.output) if self.training else None
         self.calls = self.log.joined(self.weights)
+        self.strategy.pipeline.settle()
         self.values = self.strategy.spreader.announce(self.loss, self.calls)
 
     def _step_on(self, part: Any, number: int) -> Callable[[], Any]:
