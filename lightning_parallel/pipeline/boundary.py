@@ -76,14 +76,19 @@ class Departure:
         return contract
 
     def await_answer(self, contract: Contract) -> None:
-        """Learn which values the next stage needs, if it has not been learnt yet.
-
-        Answers come in the order of the headers, and not every header's is waited for at once: the answer to a
-        signature that was seen once waits until somebody reads it on the way to another one's.
-        """
+        """Learn which values the next stage needs, if it has not been learnt: answers come in the order of headers."""
         while contract.needed is None:
-            asked = self._unanswered.popleft()
-            asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
+            self._hear_answer()
+
+    def settle(self) -> None:
+        """Before a step: hear the answers of the step before, and let go of what was sent before that one."""
+        while self._unanswered:
+            self._hear_answer()
+        self.forward.settle()
+
+    def _hear_answer(self) -> None:
+        asked = self._unanswered.popleft()
+        asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
 
     def post_gradients(self, contract: Contract, what: str) -> Receipt:
         """Start receiving the gradients of the values that carry one."""
@@ -136,6 +141,10 @@ class Arrival:
             assert run.needed is not None
             contract.needed = run.needed
             self.backward.send_object(run.needed)
+
+    def settle(self) -> None:
+        """Before a step: let go of what was sent before the last one."""
+        self.backward.settle()
 
 
 @dataclass

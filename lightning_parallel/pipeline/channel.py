@@ -149,15 +149,22 @@ class Channel:
 
     def _isend(self, payload: Tensor) -> Any:
         if self._device_group is not None:
-            return dist.isend(payload, self.target, group=self._device_group)
+            return self._device_group.send([payload], self._place_of(self.target), 0)
         return dist.isend(payload, self.target, group=self._host_group, tag=self._tensor_tag)
 
     def _irecv(self, buffer: Tensor) -> Any:
         if self._device_group is not None:
-            return dist.irecv(buffer, self.source, group=self._device_group)
+            return self._device_group.recv([buffer], self._place_of(self.source), 0)
         return dist.irecv(buffer, self.source, group=self._host_group, tag=self._tensor_tag)
+
+    def _place_of(self, rank: int) -> int:
+        """A rank's place in the group of the two."""
+        return int(rank == max(self.source, self.target))
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor; of a contiguous one, a view."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1).view(torch.uint8)

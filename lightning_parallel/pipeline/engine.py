@@ -129,7 +129,9 @@ class Engine:
         self._held.clear()
         self._posted.clear()
         self.received.clear()
-        self._settle()
+        for boundary in (self.departure, self.arrival):
+            if boundary is not None:
+                boundary.settle()
         self._results = [None] * work.schedule.num_microbatches
         marks.actions = list(row)
         last_forward = max(i for i, action in enumerate(row) if action.kind == "F")
@@ -147,13 +149,6 @@ class Engine:
                 raise failure from failure.__cause__
         self._held.clear()
         return self._results
-
-    def _settle(self) -> None:
-        """Let go of what the step before the last one sent: the other side can have taken it without this step."""
-        if self.departure is not None:
-            self.departure.forward.settle()
-        if self.arrival is not None:
-            self.arrival.backward.settle()
 
     def _run_action(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended

@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the layout: one stream per (seed, batch, micro-batch, module).
 
-The one idea: a module that computes on this stage draws from a stream of its own; everything else in the step draws
-from the step's stream, which no module touches and which all stages carry on alike. Masks drawn after another stage's
-dropout, mixup in the step and LayerDrop then agree on all stages, and on any number of stages. Outside a step the
-generators are as the user left them.
+The one idea: a module that computes on this stage draws from a stream of its own, and behind it, computed here or not,
+the step goes on with the stream that follows this module. Masks drawn in the step after another stage's dropout, mixup
+and LayerDrop then agree on all stages, and on any number of stages. Outside a step the generators are as the user left
+them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy
@@ -45,7 +46,7 @@ def share_generators(broadcast: Callable[[Any], Any]) -> None:
 
 
 class RandomStreams:
-    """The generators of one process, set to a step's stream by `begin` and to a module's by `enter` .. `leave`."""
+    """The generators of one process, set to a step's stream by `begin`, to a module's by `enter`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -76,21 +77,20 @@ class RandomStreams:
         self._set(key)
         return key
 
-    def enter(self, key: int, module: int) -> tuple[Any, int, int]:
-        """Set torch's generators for a module; returns what `leave` needs."""
-        host, device = self._host, self._device
-        saved = (host.get_state(), device.initial_seed(), device.get_offset()) if device else (host.get_state(), 0, 0)
-        self._set(mix(key, module + 1))
-        return saved
+    def enter(self, key: int, module: int) -> None:
+        """Set torch's generators for a module."""
+        self._set(key ^ _salt(2 * module))
 
-    def leave(self, saved: tuple[Any, int, int]) -> None:
-        """Let the step's stream go on."""
-        self._host.set_state(saved[0])
-        if self._device is not None:
-            self._device.manual_seed(saved[1])
-            self._device.set_offset(saved[2])
+    def leave(self, key: int, module: int) -> None:
+        """Set torch's generators for what the step does after a module, whether it computed here or elsewhere."""
+        self._set(key ^ _salt(2 * module + 1))
 
     def _set(self, seed: int) -> None:
         self._host.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
+
+
+@cache
+def _salt(number: int) -> int:
+    return mix(number)

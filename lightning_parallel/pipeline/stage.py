@@ -107,7 +107,7 @@ class StageRun:
         if self._replaying:
             return self._call_again(unit, owner, module, args, kwargs)
         if unit.name in self._called and unit.name in self.cut.without_parameters:
-            return self.call_free(self.cut.number[unit.name], module, args, kwargs)
+            return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
         if unit.name in self._called:
@@ -120,7 +120,7 @@ class StageRun:
             return self._phantom_result(unit, owner, args, kwargs)
         before = tensor_attributes(owner) if self.record is not None else {}
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        result = self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
+        result = self._compute(unit, module, args, kwargs)
         if self.record is not None:
             self.record[unit.name] = describe(result)
             self.record[self.cut.left[unit.name]] = left_behind(owner, before)
@@ -138,20 +138,16 @@ class StageRun:
         if unit.stage < self.stage:
             return self._phantom_result(unit, owner, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        return self._with_own_numbers(self.cut.number[unit.name], module, args, kwargs)
+        return self._compute(unit, module, args, kwargs)
 
-    def call_free(self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module without parameters runs on every stage."""
-        return self._with_own_numbers(number, module, args, kwargs)
-
-    def _with_own_numbers(
-        self, number: int, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        saved = self.cut.streams.enter(self.key, number)
+    def _compute(self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit for real, with random numbers of its own."""
+        streams, number = self.cut.streams, self.cut.number[unit.name]
+        streams.enter(self.key, number)
         try:
             return module(*args, **kwargs)
         finally:
-            self.cut.streams.leave(saved)
+            streams.leave(self.key, number)
 
     def _phantom_result(self, unit: Unit, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if unit.name not in self.known:
@@ -165,6 +161,7 @@ class StageRun:
         if left:
             leave_phantoms(owner, left, self.cut.device, origin)
         result = summon(self.known[unit.name], self.cut.device, origin)
+        self.cut.streams.leave(self.key, self.cut.number[unit.name])
         hooked = owner._forward_hooks or "forward" in owner.__dict__
         return call_hooks(owner, args, kwargs, result) if hooked else result
 
@@ -246,15 +243,12 @@ class Cut:
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
         }
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
-        free = _free_modules(model, [unit.name for unit in layout.units])
-        self.number = {name: i for i, name in enumerate([unit.name for unit in layout.units] + free)}
+        self.number = {unit.name: i for i, unit in enumerate(layout.units)}
         self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
         for encoder in self._nested:
             encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
         for unit in layout.units:
-            _intercept(model.get_submodule(unit.name), _Hook(self, unit, self.number[unit.name]))
-        for name in free:
-            _intercept(model.get_submodule(name), _Hook(self, None, self.number[name]))
+            _intercept(model.get_submodule(unit.name), _Hook(self, unit))
 
     @contextmanager
     def active_as(self, run: StageRun | None) -> Iterator[None]:
@@ -282,10 +276,10 @@ class Cut:
 
 
 class _Hook:
-    """What an intercepted module knows: its cut and its unit (None: a module without parameters)."""
+    """What an intercepted module knows: its cut and its unit."""
 
-    def __init__(self, cut: Cut, unit: Unit | None, number: int) -> None:
-        self.cut, self.unit, self.number = cut, unit, number
+    def __init__(self, cut: Cut, unit: Unit) -> None:
+        self.cut, self.unit = cut, unit
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
@@ -298,8 +292,6 @@ class _Intercepted:
         original = super().__call__  # type: ignore[misc]
         if run is None:
             return original(*args, **kwargs)
-        if hook.unit is None:
-            return run.call_free(hook.number, original, args, kwargs)
         return run.call(hook.unit, self, original, args, kwargs)  # type: ignore[arg-type]
 
 
@@ -313,24 +305,6 @@ def _intercept(module: nn.Module, hook: _Hook) -> None:
         _classes[cls] = type(cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     module.__class__ = _classes[cls]
     module.__dict__["_pipeline_hook"] = hook
-
-
-def _free_modules(model: nn.Module, units: list[str]) -> list[str]:
-    """Outermost modules without parameters that lie outside every unit and hold no unit."""
-    free: list[str] = []
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        for child_name, child in module.named_children():
-            name = prefix + child_name
-            if name in units:
-                continue
-            if any(unit.startswith(f"{name}.") for unit in units):
-                visit(child, f"{name}.")
-            elif not any(cls.__module__.startswith("torchmetrics") for cls in type(child).__mro__):
-                free.append(name)
-
-    visit(model, "")
-    return free
 
 
 __all__ = ["Cut", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]

@@ -316,18 +316,19 @@ class PipelineStrategy(MeshStrategy):
         fresh = self.pipeline.gradients.take()
         names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
         self.pipeline.sum_shared(names)
-        for stand_in in self.pipeline.foreign:
-            stand_in.has_gradient = stand_in.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            for stand_in in self.pipeline.foreign:
+                stand_in.has_gradient = stand_in.requires_grad
         into: list[Tensor] = []
         added: list[Tensor] = []
         for entry, parameter in self.pipeline.own:
-            gradient = names[entry.name]
+            gradient, before = names[entry.name], parameter.grad
             if gradient is None:
                 continue
-            if parameter.grad is None:
+            if before is None:
                 parameter.grad = gradient
             else:
-                into.append(parameter.grad)
+                into.append(before)
                 added.append(gradient)
         if into:
             torch._foreach_add_(into, added)

@@ -57,6 +57,30 @@ def test_random_numbers_do_not_depend_on_the_layout(make_module):
     assert not torch.equal(other_seed.losses[0], one.losses[0])
 
 
+class DropsTwice(Mlp):
+    """Calls one dropout module twice and logs how often its two masks agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.fc2(F.relu(self.fc1(x)))
+        first, second = self.drop(torch.ones(len(y), 8)), self.drop(torch.ones(len(y), 8))
+        x = self.fc4(F.relu(self.fc3(x * first * second)))
+        self.log("agree", (first == second).float().mean())
+        return F.cross_entropy(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
+def test_a_dropout_module_that_is_called_twice_draws_two_masks():
+    blocks = ["fc1", "fc2", "fc3", "fc4"]
+    one, two, four = layouts(Case(DropsTwice, lambda: row_loader(SIZES), {"blocks": blocks}, validate=False))
+    assert one.metrics == two.metrics == four.metrics
+    assert 0.2 < float(one.metrics[-1]["callback/agree"]) < 0.8  # 64 fair coins
+
+
 def test_the_same_seed_and_layout_repeat_bit_by_bit():
     case = Case(lambda: Classifier(chain(4, lambda: nn.Dropout(0.3))), lambda: row_loader(SIZES))
     first, second = on_stages(case, 2)[0], on_stages(case, 2)[0]
@@ -77,7 +101,7 @@ def plain_loop(
             key = mix(seed, 2 * number, m)  # training batches have even numbers
             h = x[start : start + size]
             for index, module in enumerate(net):
-                torch.manual_seed(mix(key, index + 1))
+                torch.manual_seed(key ^ mix(2 * index))
                 h = module(h)
             loss = F.cross_entropy(h, y[start : start + size]) * (size / len(x))
             loss.backward()

@@ -31,23 +31,32 @@ def test_every_number_matters(numbers: list[int], index: int, step: int):
 
 
 def test_no_two_streams_of_a_run_are_the_same():
-    keys = {mix(7, batch, microbatch) for batch in range(200) for microbatch in range(50)}
-    assert len(keys) == 200 * 50
-    streams = {mix(key, number, 0) for key in list(keys)[:50] for number in range(100)}
-    assert len(streams) == 50 * 100
+    streams = RandomStreams(7, CPU)
+    seeds = []
+    for batch in range(20):
+        for microbatch in range(10):
+            key = streams.begin(batch, microbatch)
+            seeds.append(torch.initial_seed())
+            for module in range(50):
+                streams.enter(key, module)
+                seeds.append(torch.initial_seed())
+                streams.leave(key, module)
+                seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == len(seeds) == 20 * 10 * 101
 
 
 def test_a_stream_does_not_depend_on_what_was_drawn_before():
     streams = RandomStreams(3, CPU)
     key = streams.begin(5, 1)
     first = draw()
-    saved = streams.enter(key, 2)
+    streams.enter(key, 2)
     inside = torch.rand(4)
-    streams.leave(saved)
-    after = torch.rand(4)
+    streams.leave(key, 2)
+    behind = torch.rand(4)
     torch.rand(100)
     assert streams.begin(5, 1) == key and draw() == first
-    assert torch.equal(torch.rand(4), after), "the step's stream goes on as if the module had not run"
+    streams.leave(key, 2)
+    assert torch.equal(torch.rand(4), behind), "the step goes on the same where the module ran elsewhere"
     torch.rand(7)
     streams.enter(key, 2)
     assert torch.equal(torch.rand(4), inside)
