@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--receive-ahead", type=int, default=1)
+    parser.add_argument("--receive-ahead", type=int, default=None)
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

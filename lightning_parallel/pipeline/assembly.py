@@ -28,8 +28,6 @@ from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Cut
 
-_TRANSFER_BLOCKS = 4  # of the 132 multiprocessors of an H100; NCCL takes up to 32 for a large message between two GPUs
-
 _DIFFERENT = {
     "batch": (
         "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank 0). All stages need the"
@@ -52,7 +50,9 @@ class Pipeline:
         ranks: the global rank of each stage; all of the default group's ranks.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
-        dynamic_shapes, receive_ahead: see `Departure` and `Engine`.
+        dynamic_shapes: see `Departure`.
+        receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
+            multiprocessors from the action before it.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
 
@@ -70,7 +70,7 @@ class Pipeline:
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
         dynamic_shapes: bool = False,
-        receive_ahead: int = 1,
+        receive_ahead: int | None = None,
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
@@ -99,6 +99,8 @@ class Pipeline:
             for rank in range(self.num_stages)
             if rank != self.ranks[-1]
         }
+        if receive_ahead is None:
+            receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.cut, self.stage, arrival, departure, self.clock, fail, receive_ahead)
 
     @property
@@ -253,17 +255,10 @@ class Pipeline:
         return arrival, departure
 
     def _open_channel(self, source: int, target: int, tag: int, waiting: Waiting) -> Channel:
-        group = dist.new_group([source, target], **_few_blocks()) if self.device.type == "cuda" else None
+        group = dist.new_group([source, target], backend="nccl") if self.device.type == "cuda" else None
         channel = Channel(source, target, tag, self.device, None, group, waiting)
         channel.warm_up(self.rank)
         return channel
-
-
-def _few_blocks() -> dict[str, Any]:
-    """A transfer's kernel waits on the device for its peer; it may keep only a few multiprocessors from computing."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _TRANSFER_BLOCKS
-    return {"backend": "nccl", "pg_options": options}
 
 
 @contextmanager

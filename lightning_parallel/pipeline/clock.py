@@ -23,6 +23,8 @@ class Clock(Protocol):
 
     def read(self, marks: Sequence[Any]) -> list[float] | None: ...
 
+    def forget(self, marks: Sequence[Any]) -> None: ...
+
 
 class HostClock:
     """`time.perf_counter`: the monotonic clock of the host, one for all its processes."""
@@ -35,6 +37,9 @@ class HostClock:
 
     def read(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
+
+    def forget(self, marks: Sequence[float]) -> None:
+        """Nobody will read these marks."""
 
 
 class CudaClock:
@@ -73,6 +78,10 @@ class CudaClock:
             self._anchor, self._anchor_seconds = marks[-1], seconds[-1]
             self._free.extend(mark for mark in at if mark is not self._anchor)
         return seconds
+
+    def forget(self, marks: Sequence[torch.cuda.Event]) -> None:
+        """Nobody will read these marks: they are used again."""
+        self._free.extend(dict.fromkeys(marks))
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -12,6 +12,7 @@ from lightning_parallel.pipeline.engine import Marks
 from lightning_parallel.pipeline.schedule import Schedule
 
 Times = list[float]
+_KEPT = 8  # steps whose marks wait to be read
 
 
 class PipelineStats:
@@ -31,14 +32,16 @@ class PipelineStats:
     ) -> None:
         self.schedule, self.row_ranks = schedule, tuple(row_ranks)
         self._clock, self._all_gather = clock, all_gather
-        self._pending: deque[tuple[int, Marks]] = deque(maxlen=8)
-        self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=8)
+        self._pending: deque[tuple[int, Marks]] = deque()
+        self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=_KEPT)
         self._cached: tuple[int, StepTrace | None] = (-1, None)
         self._step = 0
 
     def begin(self, schedule: Schedule) -> Marks:
         """Marks for the next training step."""
         self._step += 1
+        if len(self._pending) == _KEPT:
+            self._clock.forget(self._pending.popleft()[1].moments)
         marks = Marks(schedule)
         self._pending.append((self._step, marks))
         return marks

@@ -63,7 +63,7 @@ class PipelineStrategy(MeshStrategy):
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
-        receive_ahead: how many coming actions have their receives posted early.
+        receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
     Example:
@@ -85,7 +85,7 @@ class PipelineStrategy(MeshStrategy):
         loss_weight: LossWeight | None = None,
         check_loss: bool = True,
         dynamic_shapes: bool = False,
-        receive_ahead: int = 1,
+        receive_ahead: int | None = None,
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
         patience: Patience | None = None,
@@ -105,7 +105,11 @@ class PipelineStrategy(MeshStrategy):
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
             check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),
             dynamic_shapes=(dynamic_shapes, isinstance(dynamic_shapes, bool), "True or False"),
-            receive_ahead=(receive_ahead, _is_count(receive_ahead, 0), "a number of actions, 0 or more"),
+            receive_ahead=(
+                receive_ahead,
+                receive_ahead is None or _is_count(receive_ahead, 0),
+                "a number of actions, 0 or more",
+            ),
         )
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
