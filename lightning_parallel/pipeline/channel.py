@@ -9,6 +9,7 @@ group. Nothing here copies a tensor to the host.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class Channel:
         self.source, self.target, self.device, self.waiting = source, target, device, waiting
         self._object_tag, self._tensor_tag = 2 * tag, 2 * tag + 1
         self._host_group, self._device_group = host_group, device_group
-        self._sending: list[tuple[Any, Tensor]] = []
-        self._sent_before: list[tuple[Any, Tensor]] = []
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._sent_before: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start sending; returns at once. The bytes are kept until they have left."""
@@ -123,21 +124,23 @@ class Channel:
         gloo says of a send that it is over only to those who wait for it, so somebody has to, sooner or later.
         """
         self._wait_for(self._sent_before)
-        self._sent_before, self._sending = self._sending, []
+        self._sent_before, self._sending = self._sending, deque()
 
     def flush(self) -> None:
         """Wait until everything sent has left (on CUDA: let the current stream wait)."""
-        self._wait_for(self._sent_before + self._sending)
-        self._sent_before, self._sending = [], []
+        self._wait_for(self._sent_before)
+        self._wait_for(self._sending)
 
-    def _wait_for(self, sent: Sequence[tuple[Any, Tensor]]) -> None:
-        for work, _ in sent:
+    def _wait_for(self, sent: deque[tuple[Any, Tensor]]) -> None:
+        while sent:
             with self.waiting(f"rank {self.target} to take what was sent"):
-                work.wait()
+                sent[0][0].wait()
+            sent.popleft()
 
     def _forget_sent(self) -> None:
-        if self._device_group is not None:
-            self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        """Let go of what has left, oldest first."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
 
     def warm_up(self, rank: int) -> None:
         """Open the connection with one byte; both ends call it, channels in one order on all ranks."""

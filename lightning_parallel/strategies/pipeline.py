@@ -173,7 +173,7 @@ class PipelineStrategy(MeshStrategy):
         self.stats = PipelineStats(schedule, rows, self.pipeline.clock, self.pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
-        self.spreader = LogSpreader(self.pipeline.tell, self.metrics.hear, self.pipeline.broadcast, self.root_device)
+        self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)
         fitting = trainer.state.fn == TrainerFn.FITTING

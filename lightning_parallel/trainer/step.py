@@ -82,19 +82,21 @@ class TrainerStep:
 
     def _finish(self, spreader: LogSpreader) -> Any:
         """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
-        loss, calls = spreader.send(self.values, self.loss, self.calls) if self.at_loss else spreader.receive()
-        self.log.replay(calls)
+        if self.at_loss:
+            spreader.send(self.loss, self.calls)
+        else:
+            self.loss, self.calls = spreader.receive()
+        self.log.replay(self.calls)
         if not self.training:
             return self.output
-        return {**self.output, "loss": loss} if isinstance(self.output, Mapping) else loss
+        return {**self.output, "loss": self.loss} if isinstance(self.output, Mapping) else self.loss
 
     def _announce(self, results: list[Any]) -> None:
         """The forwards are done: what is returned and logged is known."""
         self.output = microbatch.join(results, self.sizes, self.weights)
         self.loss = loss_of(self.output) if self.training else None
         self.calls = self.log.joined(self.weights)
-        self.strategy.pipeline.settle()
-        self.values = self.strategy.spreader.announce(self.loss, self.calls)
+        self.strategy.spreader.announce(self.loss, self.calls)
 
     def _step_on(self, part: Any, number: int) -> Callable[[], Any]:
         method = getattr(self.module, f"{self.kind}_step")

@@ -21,8 +21,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
+from lightning_parallel.pipeline.readback import Readback
 from lightning_parallel.trainer.metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -127,62 +129,58 @@ Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call i
 
 
 class LogSpreader:
-    """Brings the loss stage's loss and joined log calls to every rank.
+    """Brings the loss stage's loss and joined log calls to every rank, over the host.
 
-    What is logged (names, options) travels over the host, whole only when it is new, and sets out before the loss
-    stage's last backward, so that nobody waits for it. On CPU the values go with it; on a device they follow in one
-    tensor at the end of the step, for the host never to wait for the device.
+    What is logged (names, options) travels whole only when it is new. On CPU it sets out as soon as the last forward
+    ran; on a device the values are read at the end of the step, which waits for the forwards and no more. They stay on
+    the host, where progress bars and loggers read them without waiting for the device.
 
     Args:
-        tell: sends an object from the loss stage to every other rank; does not wait.
-        hear: receives it.
-        broadcast: gives every rank the loss stage's tensor, in place.
-        device: where steps compute.
+        pipeline: what tells and waits.
+        hear: receives what was told.
     """
 
-    def __init__(
-        self,
-        tell: Callable[[Any], None],
-        hear: Callable[[], Any],
-        broadcast: Callable[[Tensor], None],
-        device: torch.device,
-    ) -> None:
-        self._tell, self._hear, self._broadcast, self._device = tell, hear, broadcast, device
+    def __init__(self, pipeline: Pipeline, hear: Callable[[], Any]) -> None:
+        self._pipeline, self._hear = pipeline, hear
         self._structures: list[Structure] = []
+        self._readback: Readback | None = None
         # Lightning's advice for ranks that see different rows; here every rank logs the loss stage's value.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
-    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> Tensor:
-        """On the loss stage, as soon as its forwards are launched: say what will be logged; returns the values."""
-        values = _stack([0.0 if loss is None else loss, *(call.value for call in calls)], self._device)
-        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype, call.metric) for call in calls])
-        known = mine in self._structures
-        if not known:
-            self._structures.append(mine)
-        on_host = values.tolist() if self._device.type == "cpu" else None
-        self._tell((self._structures.index(mine) if known else mine, on_host))
-        return values
+    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> None:
+        """On the loss stage, as soon as its forwards are launched: the values to tell."""
+        values = [0.0 if loss is None else loss, *(call.value for call in calls)]
+        self._readback = Readback(_stack(values, self._pipeline.device))
+        if self._pipeline.device.type == "cpu":
+            self._tell(loss, calls)
 
-    def send(self, values: Tensor, loss: Tensor | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
-        """On the loss stage, at the end of its step, with what `announce` returned."""
-        if self._device.type != "cpu":
-            self._broadcast(values)
-        return _assign(values, _dtype(loss), calls)
+    def send(self, loss: Tensor | None, calls: list[LogCall]) -> None:
+        """On the loss stage, at the end of its step, with what was announced: values go out and into the calls."""
+        if self._readback is not None:
+            self._tell(loss, calls)
 
     def receive(self) -> tuple[Tensor, list[LogCall]]:
-        """On every other rank, at the end of its step."""
-        told, on_host = self._hear()
+        """On every other rank, at the end of its step: the loss stage's loss and calls."""
+        told, numbers = self._hear()
         if not isinstance(told, int):
             self._structures.append(told)
             told = -1
         dtype, structure = self._structures[told]
         calls = [LogCall(name, None, options, kind, metric) for name, options, kind, metric in structure]
-        if on_host is not None:
-            values = torch.tensor(on_host, dtype=torch.float64)
-        else:
-            values = torch.zeros(1 + len(calls), dtype=torch.float64, device=self._device)
-            self._broadcast(values)
-        return _assign(values, dtype, calls)
+        _assign(numbers[1:], calls)
+        return torch.full((), numbers[0], dtype=dtype, device=self._pipeline.device), calls
+
+    def _tell(self, loss: Tensor | None, calls: list[LogCall]) -> None:
+        assert self._readback is not None
+        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype, call.metric) for call in calls])
+        known = mine in self._structures
+        if not known:
+            self._structures.append(mine)
+        numbers = self._readback.wait(self._pipeline.waiting).tolist()
+        self._readback = None
+        self._pipeline.settle()
+        self._pipeline.tell((self._structures.index(mine) if known else mine, numbers))
+        _assign(numbers[1:], calls)
 
 
 def _stack(values: list[Any], device: torch.device) -> Tensor:
@@ -196,12 +194,11 @@ def _stack(values: list[Any], device: torch.device) -> Tensor:
     return stacked
 
 
-def _assign(values: Tensor, dtype: torch.dtype | None, calls: list[LogCall]) -> tuple[Tensor, list[LogCall]]:
-    """Give each call its value; returns the loss and the calls."""
-    for i, call in enumerate(calls):
+def _assign(numbers: Sequence[float], calls: list[LogCall]) -> None:
+    """Give each call its value, a tensor on the host."""
+    for number, call in zip(numbers, calls, strict=True):
         if call.metric is None or call.dtype is not None:
-            call.value = values[i + 1].to(call.dtype or torch.get_default_dtype())
-    return values[0].to(dtype or torch.get_default_dtype()), calls
+            call.value = torch.tensor(number, dtype=call.dtype)
 
 
 def _dtype(value: Any) -> torch.dtype | None:
