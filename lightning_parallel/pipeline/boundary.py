@@ -147,6 +147,9 @@ class Arrival:
         self.backward.settle()
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Receive` require a gradient
+
+
 @dataclass
 class Inbox:
     """Received values as a step may use them, and the gradients it left."""
@@ -160,8 +163,7 @@ class Inbox:
         inbox = cls(dict(received))
         positions = [p for p in received if contract.values[p][1]] if grad else []
         if positions:
-            anchor = torch.empty(0, requires_grad=True)
-            inbox.values.update(zip(positions, _Receive.apply(anchor, inbox, positions), strict=True))
+            inbox.values.update(zip(positions, _Receive.apply(_ANCHOR, inbox, positions), strict=True))
         return inbox
 
     def take_gradients(self, contract: Contract) -> list[Tensor]:

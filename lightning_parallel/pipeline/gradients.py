@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 
 from torch import Tensor, nn
 
@@ -26,19 +27,17 @@ class FreshGradients:
     @contextmanager
     def aside(self, keep: bool) -> Iterator[None]:
         """For a step: `p.grad` is empty at first inside, and afterwards what it was (if it is to be kept)."""
-        before = [parameter.grad if keep else None for parameter in self._parameters]
-        self._set([None] * len(before))
+        before = [parameter.grad for parameter in self._parameters] if keep else None
+        for parameter in self._parameters:
+            parameter.grad = None
         try:
             yield
-            self._fresh = [parameter.grad for parameter in self._parameters]
         finally:
-            self._set(before)
+            self._fresh = [parameter.grad for parameter in self._parameters]
+            for parameter, gradient in zip(self._parameters, before or repeat(None), strict=False):
+                parameter.grad = gradient
 
     def take(self) -> dict[nn.Parameter, Tensor | None]:
         """The gradients of the last step; they are forgotten here."""
         fresh, self._fresh = dict(zip(self._parameters, self._fresh, strict=True)), []
         return fresh
-
-    def _set(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient

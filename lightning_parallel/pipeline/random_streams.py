@@ -54,6 +54,7 @@ class RandomStreams:
         if device.type == "cuda":
             torch.cuda.init()
             self._device = torch.cuda.default_generators[device.index or 0]
+        self._seed = [generator.manual_seed for generator in (self._host, self._device) if generator is not None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -86,9 +87,8 @@ class RandomStreams:
         self._set(key ^ _salt(2 * module + 1))
 
     def _set(self, seed: int) -> None:
-        self._host.manual_seed(seed)
-        if self._device is not None:
-            self._device.manual_seed(seed)
+        for seed_generator in self._seed:
+            seed_generator(seed)
 
 
 @cache

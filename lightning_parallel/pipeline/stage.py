@@ -71,6 +71,7 @@ class StageRun:
         self._called: set[str] = set()
         self._replaying = False
         self._grad = torch.is_grad_enabled()
+        self._first_block = cut.layout.bounds[stage]
 
     def forward(self, step: Callable[[], Any]) -> Any:
         """Run the step; returns its result on the last stage, None where it was cut.
@@ -106,15 +107,15 @@ class StageRun:
         """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
         if self._replaying:
             return self._call_again(unit, owner, module, args, kwargs)
-        if unit.name in self._called and unit.name in self.cut.without_parameters:
-            return module(*args, **kwargs)  # as any operation of the step: on every stage
-        if unit.stage > self.stage:
-            self._exit(unit, args, kwargs)
         if unit.name in self._called:
+            if unit.name in self.cut.without_parameters:
+                return module(*args, **kwargs)  # as any operation of the step: on every stage
             raise PhantomError(
                 f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step. The pipeline strategy"
                 " runs each module once a step: join the inputs and call it once, or train with one stage."
             )
+        if unit.stage > self.stage:
+            self._exit(unit, args, kwargs)
         self._called.add(unit.name)
         if unit.stage < self.stage:
             return self._phantom_result(unit, owner, args, kwargs)
@@ -166,9 +167,9 @@ class StageRun:
         return call_hooks(owner, args, kwargs, result) if hooked else result
 
     def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self.stage and unit.block == self.cut.layout.bounds[self.stage]:
+        if unit.block == self._first_block and self.stage:
             self._enter(unit, args, kwargs)
-        if not phantoms_in(args) and not phantoms_in(kwargs):
+        if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
             return args, kwargs
         args, kwargs = with_values((args, kwargs))
         self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})")

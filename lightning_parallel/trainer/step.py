@@ -8,6 +8,7 @@ and the strategy nothing of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,7 @@ class TrainerStep:
             signatures=strategy.pipeline.signatures(self.kind, self.parts),
             batch=self._batch_number(),
             loss_of=loss_of if self.training else None,
-            scales=[self._scalar(weight * scale) for weight in self.weights] if self.training else (),
+            scales=[_scalar(weight * scale, strategy.root_device) for weight in self.weights] if self.training else (),
             after_forwards=self._announce if self.at_loss and self.kind != "predict" else None,
         )
 
@@ -126,9 +127,6 @@ class TrainerStep:
         total = sum(weights)
         return [weight / total for weight in weights]
 
-    def _scalar(self, value: float | Tensor) -> Tensor:
-        return value if isinstance(value, Tensor) else torch.full((), value, device=self.strategy.root_device)
-
     def _batch_number(self) -> int:
         """A number for the random streams that no other step of this run has."""
         trained = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -144,6 +142,15 @@ class TrainerStep:
             return trainer.fit_loop.epoch_loop.batch_idx
         loop: Any = trainer._active_loop
         return loop.batch_progress.current.ready - 1 if hasattr(loop, "batch_progress") else 0
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    return value if isinstance(value, Tensor) else _number_on(value, device)
+
+
+@lru_cache(maxsize=256)
+def _number_on(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
 
 
 def loss_of(output: Any) -> Tensor:
