@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _inferred: dict[Any, Tensor] = {}
-_PLAIN = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
+# Types of arguments that neither are nor hold Phantoms.
+PLAIN = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _OF_PARAMETER = {
     *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "requires_grad_", "detach"),
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size"),
@@ -154,7 +155,7 @@ def phantoms_in(tree: Any) -> list[Phantom]:
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
         return []
-    return [phantom for x in tree if type(x) not in _PLAIN for phantom in phantoms_in(x)]
+    return [phantom for x in tree if type(x) not in PLAIN for phantom in phantoms_in(x)]
 
 
 def with_values(tree: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy
@@ -46,7 +45,7 @@ def share_generators(broadcast: Callable[[Any], Any]) -> None:
 
 
 class RandomStreams:
-    """The generators of one process, set to a step's stream by `begin`, to a module's by `enter`."""
+    """The generators of one process, set to a step's stream by `begin`, to a module's by `start`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -54,7 +53,7 @@ class RandomStreams:
         if device.type == "cuda":
             torch.cuda.init()
             self._device = torch.cuda.default_generators[device.index or 0]
-        self._seed = [generator.manual_seed for generator in (self._host, self._device) if generator is not None]
+        self._seeders = [generator.manual_seed for generator in (self._host, self._device) if generator is not None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -75,22 +74,20 @@ class RandomStreams:
         key = mix(self.seed, batch, microbatch)
         random.seed(key)
         numpy.random.seed(key & 0xFFFFFFFF)
-        self._set(key)
+        self.start(key)
         return key
 
-    def enter(self, key: int, module: int) -> None:
-        """Set torch's generators for a module."""
-        self._set(key ^ _salt(2 * module))
-
-    def leave(self, key: int, module: int) -> None:
-        """Set torch's generators for what the step does after a module, whether it computed here or elsewhere."""
-        self._set(key ^ _salt(2 * module + 1))
-
-    def _set(self, seed: int) -> None:
-        for seed_generator in self._seed:
-            seed_generator(seed)
+    def start(self, stream: int) -> None:
+        """Set torch's generators to `key ^ own(module)` or `key ^ behind(module)`, with the key of `begin`."""
+        for seed in self._seeders:
+            seed(stream)
 
 
-@cache
-def _salt(number: int) -> int:
-    return mix(number)
+def own(module: int) -> int:
+    """What tells the stream of a module's own numbers from others of the same key."""
+    return mix(2 * module)
+
+
+def behind(module: int) -> int:
+    """What tells the stream with which the step goes on behind a module, whether it computed here or elsewhere."""
+    return mix(2 * module + 1)

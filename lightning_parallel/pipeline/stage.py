@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline.leftovers import call_hooks, leave_phantoms, left_behind, tensor_attributes
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
+    PLAIN,
     Phantom,
     PhantomError,
     TensorMeta,
@@ -32,9 +33,8 @@ from lightning_parallel.pipeline.phantom import (
     summon,
     with_values,
 )
-from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.random_streams import RandomStreams, behind, own
 
-_LEFT = "{} leaves behind"  # key of a unit's attributes among the outputs
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -51,6 +51,8 @@ class StageRun:
         needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
         outputs: leaves of the arguments of the next stage's first block; set when the step is cut there.
         record: if not None, filled with what this stage's units return.
+        called: names of the units called so far.
+        plain: whether this run only computes: nothing is to be learnt, and it is no recomputation.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class StageRun:
         self.record: UnitOutputs | None = {} if learn else None
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
         self.outputs: list[Any] | None = None
-        self._called: set[str] = set()
+        self.called: set[str] = set()
+        self.plain = not learn
         self._replaying = False
         self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
@@ -97,17 +100,18 @@ class StageRun:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """While a backward runs: blocks recomputed by activation checkpointing find this micro-batch's inputs."""
-        self._replaying = True
+        self._replaying, self.plain = True, False
         with self.cut.active_as(self):
             yield
 
     def call(
-        self, unit: Unit, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
+        unit = hook.unit
         if self._replaying:
-            return self._call_again(unit, owner, module, args, kwargs)
-        if unit.name in self._called:
+            return self._call_again(hook, owner, module, args, kwargs)
+        if unit.name in self.called:
             if unit.name in self.cut.without_parameters:
                 return module(*args, **kwargs)  # as any operation of the step: on every stage
             raise PhantomError(
@@ -116,53 +120,53 @@ class StageRun:
             )
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
-        self._called.add(unit.name)
+        self.called.add(unit.name)
         if unit.stage < self.stage:
-            return self._phantom_result(unit, owner, args, kwargs)
+            return self._phantom_result(hook, owner, args, kwargs)
         before = tensor_attributes(owner) if self.record is not None else {}
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        result = self._compute(unit, module, args, kwargs)
+        result = self._compute(hook, module, args, kwargs)
         if self.record is not None:
             self.record[unit.name] = describe(result)
-            self.record[self.cut.left[unit.name]] = left_behind(owner, before)
+            self.record[hook.left] = left_behind(owner, before)
         return result
 
     def _call_again(
-        self, unit: Unit, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call in a recomputation, which may begin or end within another stage's blocks."""
+        unit = hook.unit
         if unit.stage > self.stage:
             raise PhantomError(
                 f"A recomputation on stage {self.stage} runs on into `{unit.name}` of stage {unit.stage}. Leave early"
                 " stop of torch.utils.checkpoint on, or checkpoint blocks one by one."
             )
         if unit.stage < self.stage:
-            return self._phantom_result(unit, owner, args, kwargs)
+            return self._phantom_result(hook, owner, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        return self._compute(unit, module, args, kwargs)
+        return self._compute(hook, module, args, kwargs)
 
-    def _compute(self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, hook: Hook, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit for real, with random numbers of its own."""
-        streams, number = self.cut.streams, self.cut.number[unit.name]
-        streams.enter(self.key, number)
+        self.cut.streams.start(self.key ^ hook.own_stream)
         try:
             return module(*args, **kwargs)
         finally:
-            streams.leave(self.key, number)
+            self.cut.streams.start(self.key ^ hook.stream_behind)
 
-    def _phantom_result(self, unit: Unit, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _phantom_result(self, hook: Hook, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = hook.unit
         if unit.name not in self.known:
             raise PhantomError(
                 f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
                 f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
                 f' or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
-        origin = self.cut.origins[unit.name]
-        left = self.known.get(self.cut.left[unit.name])
+        left = self.known.get(hook.left)
         if left:
-            leave_phantoms(owner, left, self.cut.device, origin)
-        result = summon(self.known[unit.name], self.cut.device, origin)
-        self.cut.streams.leave(self.key, self.cut.number[unit.name])
+            leave_phantoms(owner, left, self.cut.device, hook.origin)
+        result = summon(self.known[unit.name], self.cut.device, hook.origin)
+        self.cut.streams.start(self.key ^ hook.stream_behind)
         hooked = owner._forward_hooks or "forward" in owner.__dict__
         return call_hooks(owner, args, kwargs, result) if hooked else result
 
@@ -209,7 +213,7 @@ class StageRun:
                 f' in the order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
         last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
-        if last_block not in self._called:
+        if last_block not in self.called:
             raise PhantomError(
                 f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
             )
@@ -238,18 +242,15 @@ class Cut:
     def __init__(self, model: nn.Module, layout: Layout, device: torch.device, streams: RandomStreams) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self.active: StageRun | None = None
-        self.origins = {unit.name: f"the output of `{unit.name}` (stage {unit.stage})" for unit in layout.units}
-        self.left = {unit.name: _LEFT.format(unit.name) for unit in layout.units}
         self.without_parameters = {
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
         }
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
-        self.number = {unit.name: i for i, unit in enumerate(layout.units)}
         self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
         for encoder in self._nested:
             encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
-        for unit in layout.units:
-            _intercept(model.get_submodule(unit.name), _Hook(self, unit))
+        for number, unit in enumerate(layout.units):
+            _intercept(model.get_submodule(unit.name), Hook(self, unit, number))
 
     @contextmanager
     def active_as(self, run: StageRun | None) -> Iterator[None]:
@@ -276,30 +277,45 @@ class Cut:
                 del module.__dict__["_pipeline_hook"]
 
 
-class _Hook:
-    """What an intercepted module knows: its cut and its unit."""
+class Hook:
+    """What an intercepted module knows: its cut, its unit, and what follows from them."""
 
-    def __init__(self, cut: Cut, unit: Unit) -> None:
-        self.cut, self.unit = cut, unit
+    def __init__(self, cut: Cut, unit: Unit, number: int) -> None:
+        self.cut, self.unit, self.name, self.stage = cut, unit, unit.name, unit.stage
+        self.begins_stage = unit.stage > 0 and unit.block == cut.layout.bounds[unit.stage]
+        self.origin = f"the output of `{unit.name}` (stage {unit.stage})"
+        self.left = f"{unit.name} leaves behind"  # key of its attributes among the outputs
+        self.own_stream, self.stream_behind = own(number), behind(number)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return self
 
 
 class _Intercepted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hook: _Hook = self.__dict__["_pipeline_hook"]
+        hook: Hook = self.__dict__["_pipeline_hook"]
         run = hook.cut.active
-        original = super().__call__  # type: ignore[misc]
         if run is None:
-            return original(*args, **kwargs)
-        return run.call(hook.unit, self, original, args, kwargs)  # type: ignore[arg-type]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if (
+            not run.plain or hook.stage != run.stage or hook.begins_stage or hook.name in run.called
+            or kwargs or not PLAIN.issuperset(map(type, args))
+        ):  # fmt: skip
+            return run.call(hook, self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
+        # Almost every call: a block of this stage with plain arguments. Written out, since it runs for every block.
+        run.called.add(hook.name)
+        start, key = hook.cut.streams.start, run.key
+        start(key ^ hook.own_stream)
+        try:
+            return super().__call__(*args)  # type: ignore[misc]
+        finally:
+            start(key ^ hook.stream_behind)
 
 
 _classes: dict[type, type] = {}
 
 
-def _intercept(module: nn.Module, hook: _Hook) -> None:
+def _intercept(module: nn.Module, hook: Hook) -> None:
     """Swap the module's class for a subclass whose `__call__` asks the active run: user hooks see real tensors only."""
     cls = type(module)
     if cls not in _classes:
@@ -308,4 +324,4 @@ def _intercept(module: nn.Module, hook: _Hook) -> None:
     module.__dict__["_pipeline_hook"] = hook
 
 
-__all__ = ["Cut", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]
+__all__ = ["Cut", "Hook", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]

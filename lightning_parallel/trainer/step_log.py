@@ -73,12 +73,12 @@ class StepLog:
             value = call.value if call.metric is None else self.metrics.restore(call.metric, call.value)
             self.module.log(call.name, value, **call.options)
 
-    def _note(self, *args: Any, **kwargs: Any) -> None:
+    def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not self.loss_stage:
             return
-        options = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
-        options.pop("self")
-        name, value = options.pop("name"), options.pop("value")
+        if args:
+            options = dict(_SIGNATURE.bind(self.module, name, value, *args, **options).arguments)
+            del options["self"], options["name"], options["value"]
         if isinstance(value, Phantom) and value.value is None:
             raise PhantomError(
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"

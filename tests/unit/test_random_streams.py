@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parallel.pipeline.random_streams import RandomStreams, mix, share_generators
+from lightning_parallel.pipeline.random_streams import RandomStreams, behind, mix, own, share_generators
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,9 @@ def test_no_two_streams_of_a_run_are_the_same():
             key = streams.begin(batch, microbatch)
             seeds.append(torch.initial_seed())
             for module in range(50):
-                streams.enter(key, module)
+                streams.start(key ^ own(module))
                 seeds.append(torch.initial_seed())
-                streams.leave(key, module)
+                streams.start(key ^ behind(module))
                 seeds.append(torch.initial_seed())
     assert len(set(seeds)) == len(seeds) == 20 * 10 * 101
 
@@ -49,18 +49,18 @@ def test_a_stream_does_not_depend_on_what_was_drawn_before():
     streams = RandomStreams(3, CPU)
     key = streams.begin(5, 1)
     first = draw()
-    streams.enter(key, 2)
+    streams.start(key ^ own(2))
     inside = torch.rand(4)
-    streams.leave(key, 2)
-    behind = torch.rand(4)
+    streams.start(key ^ behind(2))
+    after = torch.rand(4)
     torch.rand(100)
     assert streams.begin(5, 1) == key and draw() == first
-    streams.leave(key, 2)
-    assert torch.equal(torch.rand(4), behind), "the step goes on the same where the module ran elsewhere"
+    streams.start(key ^ behind(2))
+    assert torch.equal(torch.rand(4), after), "the step goes on the same where the module ran elsewhere"
     torch.rand(7)
-    streams.enter(key, 2)
+    streams.start(key ^ own(2))
     assert torch.equal(torch.rand(4), inside)
-    streams.enter(key, 3)
+    streams.start(key ^ own(3))
     assert not torch.equal(torch.rand(4), inside)
     assert streams.begin(5, 2) != key and streams.begin(6, 1) != key and RandomStreams(4, CPU).begin(5, 1) != key
 
