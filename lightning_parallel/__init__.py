@@ -12,6 +12,7 @@ from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+    from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
@@ -29,6 +30,7 @@ _HOMES = {
     "StageError": "errors",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
+    "load_weights": "checkpoint",
     "make_schedule": "pipeline.schedules:make",
     "simulate": "pipeline.simulator",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "StageError",
     "Timeline",
     "TimelineExporter",
+    "load_weights",
     "make_schedule",
     "simulate",
 ]

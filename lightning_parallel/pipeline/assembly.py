@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
@@ -83,6 +84,7 @@ class Pipeline:
         seed = self._agree_on_seed()
         self.table.drop_foreign(device)
         self.table.materialize(device, seed)
+        load_noted(model)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in model.parameters() if isinstance(parameter, ForeignParameter)]
         self.gradients = FreshGradients([parameter for _, parameter in self.own])

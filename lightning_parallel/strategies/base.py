@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
+from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -67,7 +68,7 @@ class MeshStrategy(ParallelStrategy):
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
             precision_plugin=precision_plugin,
         )
         self.start_method, self.timeout, self.patience = start_method, timeout, patience

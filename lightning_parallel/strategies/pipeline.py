@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -22,7 +22,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint import PrunedOptimizer, full_state_dict, load_full_state_dict
+from lightning_parallel.checkpoint.full import (
+    PrunedOptimizer,
+    full_state_dict,
+    load_full_state_dict,
+    own_state_dict,
+)
+from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
@@ -64,6 +70,9 @@ class PipelineStrategy(MeshStrategy):
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
+        state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
+            part, for models that no host can hold (`lightning-parallel consolidate` makes one file of it). Either is
+            resumed from, whichever is set.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
     Example:
@@ -86,6 +95,7 @@ class PipelineStrategy(MeshStrategy):
         check_loss: bool = True,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
         patience: Patience | None = None,
@@ -111,6 +121,9 @@ class PipelineStrategy(MeshStrategy):
                 "a number of actions, 0 or more",
             ),
         )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
+        self.state_dict_type = state_dict_type
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
@@ -351,20 +364,48 @@ class PipelineStrategy(MeshStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on global rank 0, nothing elsewhere; all ranks call it."""
+        """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
         assert self.lightning_module is not None
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
+        if self.state_dict_type == "sharded":
+            return own_state_dict(self.lightning_module, self.pipeline.table)
         self.raise_failure()
         with self.connected():
             return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
-        self.raise_failure()
+        """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.state_dict_type == "sharded":
+            return self._pruned[id(inner)].own_state()
+        self.raise_failure()
         with self.connected():
             return self._pruned[id(inner)].full_state(self.pipeline.gather)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self.lightning_module is not None
+        self.raise_failure()
+        with self.connected():
+            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if Path(checkpoint_path).is_file() or self._pipeline is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_sharded(Path(checkpoint_path), self._holds, weights_only)
+
+    def _holds(self, name: str) -> bool:
+        """Whether this rank needs a sharded checkpoint's tensor of that name."""
+        kind, _, key = name.partition("/")
+        if kind == "optimizer":
+            number, parameter, _ = key.split("/", 2)
+            pruned = list(self._pruned.values())
+            return int(number) < len(pruned) and pruned[int(number)].holds(int(parameter))
+        table = self.pipeline.table
+        return key not in table.by_name or table.owns(key)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
