@@ -75,21 +75,27 @@ def read(path: Path, map_location: Any = None, weights_only: bool | None = None)
         raise ValueError(_damaged(path, error)) from error
 
 
-def read_checkpoint(path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """A Lightning checkpoint, its weights and optimizer states mapped from the file, everything else in memory.
+def read_checkpoint(path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """A file of `torch.save` with its weights and optimizer states mapped from the file, everything else in memory."""
+    checkpoint = read(path, map_location, weights_only)
+    if not isinstance(checkpoint, dict):
+        return checkpoint
+    mapped = ("state_dict", "optimizer_states")
+    return {key: value if key in mapped else _map_tensors(torch.clone, value) for key, value in checkpoint.items()}
+
+
+def refuse_foreign(checkpoint: Any, path: Path) -> None:
+    """Raise for what is no Lightning checkpoint.
 
     Raises:
-        ValueError: also where the file holds something else.
+        ValueError: it has no state dict.
     """
-    checkpoint = read(path, map_location, weights_only)
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         kind = f"a mapping with {sorted(map(str, checkpoint))[:5]}" if isinstance(checkpoint, Mapping) else "no mapping"
         raise ValueError(
             f"{path} is no Lightning checkpoint: it holds {kind}, not 'state_dict'. Give ckpt_path a file that"
             " trainer.save_checkpoint wrote; weights alone are read by lightning_parallel.load_weights(module, path)."
         )
-    mapped = ("state_dict", "optimizer_states")
-    return {key: value if key in mapped else _map_tensors(torch.clone, value) for key, value in checkpoint.items()}
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -70,6 +70,8 @@ class PipelineStrategy(MeshStrategy):
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
+        data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
+            rows; gradients are averaged over them. The ranks of a copy are neighbours.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             part, for models that no host can hold (`lightning-parallel consolidate` makes one file of it). Either is
             resumed from, whichever is set.
@@ -95,6 +97,7 @@ class PipelineStrategy(MeshStrategy):
         check_loss: bool = True,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        data_parallel_size: int = 1,
         state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
@@ -120,10 +123,11 @@ class PipelineStrategy(MeshStrategy):
                 receive_ahead is None or _is_count(receive_ahead, 0),
                 "a number of actions, 0 or more",
             ),
+            data_parallel_size=(data_parallel_size, _is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
-        self.state_dict_type = state_dict_type
+        self.state_dict_type, self.data_parallel_size = state_dict_type, data_parallel_size
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
@@ -131,12 +135,14 @@ class PipelineStrategy(MeshStrategy):
         self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._pruned: dict[int, PrunedOptimizer] = {}
-        self._loss_checked = False
+        self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
         self.stats: PipelineStats | None = None
 
     def axes(self) -> Mapping[str, int]:
-        return {"pipeline": self.world_size}
+        if self.data_parallel_size == 1:
+            return {"pipeline": self.world_size}
+        return {"data": self.data_parallel_size, "pipeline": max(1, self.world_size // self.data_parallel_size)}
 
     @property
     def num_stages(self) -> int:
@@ -200,11 +206,13 @@ class PipelineStrategy(MeshStrategy):
 
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
-        ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
+        copies = self.mesh.mesh.flip(-1).reshape(-1, self.num_stages).tolist()  # the last stage comes first
         return Pipeline(
             self.lightning_module,
-            ranks,
+            copies,
             self.root_device,
+            group=self.group("pipeline"),
+            data_group=self.group("data"),
             blocks=self.blocks,
             partition=self.partition,
             stages=self.stages,
@@ -295,6 +303,8 @@ class PipelineStrategy(MeshStrategy):
         step = TrainerStep(self, kind, batch, args, sizes)
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
+        if step.index == 0 and kind != "training":
+            self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
         if step.index == 0 and self.num_stages > 1:
             self.pipeline.check_same("logged", {k: float(v) for k, v in step.module.trainer.callback_metrics.items()})
         return step.run()
@@ -349,6 +359,17 @@ class PipelineStrategy(MeshStrategy):
                 added.append(gradient)
         if into:
             torch._foreach_add_(into, added)
+        if not self._accumulating:
+            self.pipeline.data.average([p for _, p in self.pipeline.own if p.requires_grad])
+
+    @contextmanager
+    def block_backward_sync(self) -> Any:
+        """Around batches whose gradients accumulate: copies average only what the optimizer is about to use."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all stages, each parameter counted once."""
@@ -366,6 +387,8 @@ class PipelineStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
         assert self.lightning_module is not None
+        if self._pipeline is not None and self.pipeline.copy > 0:
+            return {}  # the first copy's state is the model's
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
         if self.state_dict_type == "sharded":
@@ -377,6 +400,8 @@ class PipelineStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.pipeline.copy > 0:
+            return {"state": {}, "param_groups": []}
         if self.state_dict_type == "sharded":
             return self._pruned[id(inner)].own_state()
         self.raise_failure()
