@@ -29,7 +29,7 @@ from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import Cut
+from lightning_parallel.pipeline.stage import Cut, Recompute
 
 _DIFFERENT = {
     "batch": (
@@ -56,6 +56,7 @@ class Pipeline:
         dynamic_shapes: see `Departure`.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
+        recompute: see `Cut`.
         group: the ranks of this copy; None: the default group's.
         data_group: the ranks of this stage in all copies; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
@@ -78,6 +79,7 @@ class Pipeline:
         stages: Mapping[str, int] | None = None,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        recompute: Recompute = "none",
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
@@ -103,7 +105,7 @@ class Pipeline:
         self._equalize_shared()
         self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
-        self.cut = Cut(model, layout, device, self.streams)
+        self.cut = Cut(model, layout, device, self.streams, recompute, self.stage)
         self.clock = make_clock(device)
         arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
         self._news = {

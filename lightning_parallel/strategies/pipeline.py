@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -38,6 +38,7 @@ from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
+from lightning_parallel.pipeline.stage import Recompute
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.metrics import StepMetrics
@@ -70,6 +71,8 @@ class PipelineStrategy(MeshStrategy):
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
+        recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
+            whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
         data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
             rows; gradients are averaged over them. The ranks of a copy are neighbours.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
@@ -97,6 +100,7 @@ class PipelineStrategy(MeshStrategy):
         check_loss: bool = True,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        recompute: Recompute = "none",
         data_parallel_size: int = 1,
         state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
@@ -123,6 +127,7 @@ class PipelineStrategy(MeshStrategy):
                 receive_ahead is None or _is_count(receive_ahead, 0),
                 "a number of actions, 0 or more",
             ),
+            recompute=(recompute, recompute in get_args(Recompute), '"none", "block" or "stage"'),
             data_parallel_size=(data_parallel_size, _is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
         if state_dict_type not in ("full", "sharded"):
@@ -131,7 +136,7 @@ class PipelineStrategy(MeshStrategy):
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
-        self.receive_ahead = receive_ahead
+        self.receive_ahead, self.recompute = receive_ahead, recompute
         self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._pruned: dict[int, PrunedOptimizer] = {}
@@ -190,7 +195,7 @@ class PipelineStrategy(MeshStrategy):
         ranks = self.pipeline.ranks
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, rows, self.pipeline.clock, self.pipeline.all_gather)
-        self._batch_norm = DeferredBatchNorm(self.lightning_module)
+        self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
@@ -218,6 +223,7 @@ class PipelineStrategy(MeshStrategy):
             stages=self.stages,
             dynamic_shapes=self.dynamic_shapes,
             receive_ahead=self.receive_ahead,
+            recompute=self.recompute,
             fail=self._stage_error,
             waiting=self.blocked,
         )
