@@ -1,0 +1,112 @@
+"""The memory of all ranks in one measured step, beside what the schedule promises: log keys and words.
+
+The one idea: what a schedule promises is a number of micro-batches whose activations a rank holds at a time. Measured
+bytes are brought to that unit by dividing by what the rank's forwards save for one micro-batch, so that both can be
+compared on every rank whatever its blocks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_parallel.measure.memory import CATEGORIES, RankMemory
+from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.simulator import peak_activations
+
+MOVING = ("gradients", "activations", "other")  # whose peak may differ from what is there at the step's end
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """One training step on all ranks.
+
+    Args:
+        step: how many optimizer steps had been taken when it ended.
+        ranks: memory by global rank.
+        schedule: what the ranks ran, None without a pipeline.
+        expected: the most micro-batches whose activations each rank holds by the schedule, by global rank.
+    """
+
+    step: int
+    ranks: Mapping[int, RankMemory]
+    schedule: Schedule | None
+    expected: Mapping[int, float]
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        ranks: Mapping[int, RankMemory],
+        schedule: Schedule | None = None,
+        row_ranks: tuple[int, ...] = (),
+    ) -> MemoryReading:
+        """Read a step; ``row_ranks`` is the global rank of each row of the schedule."""
+        peaks = peak_activations(schedule) if schedule is not None else []
+        return cls(step, ranks, schedule, dict(zip(row_ranks, peaks, strict=True)))
+
+    @property
+    def fullest(self) -> int:
+        """The rank with the largest peak, the first of several."""
+        return max(self.ranks, key=lambda rank: self.ranks[rank].peak_bytes)
+
+    def microbatches_held(self, rank: int) -> float:
+        """The rank's peak activations, in what its forwards save for one micro-batch; 0 where they save nothing.
+
+        Raises:
+            ValueError: the step ran no schedule, so that there is nothing to count in.
+        """
+        if self.schedule is None:
+            raise ValueError("The step ran no schedule: there are no micro-batches to count activations in.")
+        memory = self.ranks[rank]
+        per_microbatch = memory.saved / self.schedule.num_microbatches
+        return memory.peak["activations"] / per_microbatch if per_microbatch else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The reading under its log keys, bytes: those of the rank that has most, and each rank's own."""
+        of = list(self.ranks.values())
+        values = {f"parallel/memory_{kind}": max(memory.current[kind] for memory in of) for kind in CATEGORIES}
+        values |= {f"parallel/memory_{kind}_peak": max(memory.peak[kind] for memory in of) for kind in MOVING}
+        values["parallel/memory_current"] = max(memory.current_bytes for memory in of)
+        values["parallel/memory_peak"] = max(memory.peak_bytes for memory in of)
+        for rank, memory in self.ranks.items():
+            values[f"parallel/memory_peak/rank_{rank}"] = memory.peak_bytes
+            values[f"parallel/memory_activations_peak/rank_{rank}"] = memory.peak["activations"]
+        return {key: float(value) for key, value in values.items()} | self._beside_the_schedule()
+
+    def _beside_the_schedule(self) -> dict[str, float]:
+        key = "parallel/memory_activations_microbatches"
+        values = {}
+        for rank, expected in self.expected.items():
+            values[f"{key}/rank_{rank}"] = self.microbatches_held(rank)
+            values[f"{key}_expected/rank_{rank}"] = float(expected)
+        return values
+
+    def summary(self) -> str:
+        """The reading for people: a line for the fullest rank, and one for the schedule's promise."""
+        memory = self.ranks[self.fullest]
+        parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in memory.at_peak.items() if size)
+        line = f"memory peak {in_words(memory.peak_bytes)} on rank {self.fullest} in step {self.step}: {parts}"
+        if self.schedule is None:
+            return line
+        ranks = sorted(self.expected)
+        held = ", ".join(f"{self.microbatches_held(rank):.2f}" for rank in ranks)
+        promised = ", ".join(f"{self.expected[rank]:g}" for rank in ranks)
+        return (
+            f"{line}\nactivations of {held} micro-batches at most on ranks {', '.join(map(str, ranks))} beside "
+            f"{promised} by the schedule ({self.schedule.name}, {self.schedule.num_stages} stages, "
+            f"{self.schedule.num_microbatches} micro-batches)"
+        )
+
+
+def in_words(size: float) -> str:
+    """A number of bytes with three or more digits that count.
+
+    Example:
+        >>> in_words(512), in_words(3 * 2**20), in_words(5.5 * 2**30)
+        ('512 B', '3.00 MiB', '5.50 GiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"
