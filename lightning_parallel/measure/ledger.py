@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -38,19 +39,19 @@ class Ledger:
         live: bytes of each kind now.
         peak: the most bytes of each kind at any moment.
         at_peak: bytes of each kind at the moment when their sum was largest.
-        saved: bytes saved for backwards in all, each storage once as long as it is kept.
     """
 
     def __init__(
         self, parameters: Iterable[Tensor], elsewhere: set[Key], device_type: str, activations: bool = True
     ) -> None:
         self.live, self.peak, self.at_peak = (dict.fromkeys(MOVING, 0) for _ in range(3))
-        self.saved = 0
         self._parameters = [p for p in parameters if p.requires_grad and not isinstance(p, Phantom)]
         self._elsewhere, self._device_type = elsewhere, device_type
-        self._uses: dict[Key, tuple[int, int]] = {}  # how many saved tensors lie in a storage, and its bytes
+        self._kept: dict[Key, _Kept] = {}
+        self._unbound: list[weakref.ref[_Saved]] = []  # saved Phantoms, whose values come when a block is reached
+        self._events: list[tuple[int, _Kept]] = []  # +1 where a storage was first saved, -1 where it was let go
         self._gradients: dict[Key, weakref.ref[torch.UntypedStorage]] = {}
-        self._hooks = saved_tensors_hooks(self._save, _restore) if activations else None
+        self._hooks = saved_tensors_hooks(partial(_Saved, self), _restore) if activations else None
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Ledger:
@@ -88,29 +89,63 @@ class Ledger:
         if self._gradients.pop(key, None) is not None:
             self.live["gradients"] -= nbytes
 
-    def _save(self, tensor: Tensor) -> _Saved | Tensor:
-        if isinstance(tensor, Phantom):
-            return tensor
-        return _Saved(tensor, self)
+    def keep(self, saved: _Saved, tensor: Tensor) -> None:
+        """Autograd saved this tensor."""
+        if self._unbound:
+            self._look_for_values()
+        self._count(saved, tensor)
 
-    def keep(self, storage: torch.UntypedStorage) -> None:
-        """One more saved tensor lies in this storage."""
+    def _count(self, saved: _Saved, tensor: Tensor) -> None:
+        if isinstance(tensor, Phantom):
+            if tensor.value is None:
+                self._unbound.append(weakref.ref(saved))
+                return
+            tensor = tensor.value
+        for storage in storages_of(tensor):
+            if key_of(storage) not in self._elsewhere and storage.device.type == self._device_type:
+                saved.keys.append(key_of(storage))
+                self._keep(storage)
+
+    def _look_for_values(self) -> None:
+        """A saved Phantom that was bound since holds what came from the stage before: a checkpointed block's input."""
+        waiting, self._unbound = self._unbound, []
+        for reference in waiting:
+            if (saved := reference()) is not None:
+                self._count(saved, saved.tensor)
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
         key = key_of(storage)
-        if key in self._elsewhere or storage.device.type != self._device_type:
-            return
-        uses, nbytes = self._uses.get(key, (0, storage.nbytes()))
-        self._uses[key] = (uses + 1, nbytes)
-        if not uses:
-            self.saved += nbytes
-            self._add("activations", nbytes)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = _Kept(storage.nbytes(), by_forward=not _in_backward())
+            self._events.append((1, kept))
+            self._add("activations", kept.nbytes)
+        kept.uses += 1
 
     def let_go(self, key: Key) -> None:
         """One saved tensor fewer lies in this storage."""
-        uses, nbytes = self._uses.pop(key, (0, 0))
-        if uses > 1:
-            self._uses[key] = (uses - 1, nbytes)
-        elif uses == 1:
-            self.live["activations"] -= nbytes
+        if self._unbound:
+            self._look_for_values()
+        kept = self._kept[key]
+        kept.uses -= 1
+        if not kept.uses:
+            del self._kept[key]
+            kept.for_backward = _in_backward()
+            self._events.append((-1, kept))
+            self.live["activations"] -= kept.nbytes
+
+    def awaited(self) -> tuple[int, int]:
+        """Bytes that forwards saved and backwards let go of: the most at a time, and all together.
+
+        Without what was thrown away before a backward came, as when a step is cut in the middle of an expression, and
+        without what a recomputation saved. This is what a schedule speaks of.
+        """
+        now = most = total = 0
+        for sign, kept in self._events:
+            if kept.by_forward and kept.for_backward:
+                now += sign * kept.nbytes
+                most, total = max(most, now), total + (kept.nbytes if sign > 0 else 0)
+        return most, total
 
     def _add(self, kind: str, nbytes: int) -> None:
         self.live[kind] += nbytes
@@ -119,33 +154,44 @@ class Ledger:
             self.at_peak = dict(self.live)
 
 
+@dataclass
+class _Kept:
+    """A storage that autograd keeps, who saved it, and whether a backward let go of it."""
+
+    nbytes: int
+    by_forward: bool
+    uses: int = 0
+    for_backward: bool = False
+
+
 class _Saved:
     """A tensor that autograd saved. Autograd drops it with the backward that used it; then it tells the ledger."""
 
-    __slots__ = ("keys", "ledger", "tensor", "version")
+    __slots__ = ("__weakref__", "keys", "ledger", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, tensor: Tensor) -> None:
         # Detached: an operation's output knows the node that saves it, and a graph that nobody runs would never end.
-        self.tensor, self.ledger = tensor.detach(), ledger
-        self.version = None if tensor.is_inference() else tensor._version
-        self.keys: list[Key] = []
-        for storage in storages_of(tensor):
-            self.keys.append(key_of(storage))
-            ledger.keep(storage)
+        self.tensor = tensor if isinstance(tensor, Phantom) else tensor.detach()
+        self.version = None if isinstance(tensor, Phantom) or tensor.is_inference() else tensor._version
+        self.ledger = ledger
+        self.keys: list[Key] = []  # of the storages that count for it
+        ledger.keep(self, self.tensor)
 
     def __del__(self) -> None:
         for key in self.keys:
             self.ledger.let_go(key)
 
 
-def _restore(saved: _Saved | Tensor) -> Tensor:
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _restore(saved: _Saved) -> Tensor:
     """Give a saved tensor back, checking what autograd checks of one that passed no hooks.
 
     Raises:
         RuntimeError: it was written to since.
     """
-    if isinstance(saved, Tensor):
-        return saved
     if saved.version is not None and saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"

@@ -32,12 +32,14 @@ class RankMemory:
         current: when the step had ended, gradients not yet zeroed.
         peak: the most of each category, each at its own moment.
         at_peak: of all categories at the one moment when their sum was largest.
-        saved: all that the forwards of the step's batch saved for backwards.
+        held: the most that forwards had saved for backwards to come, see ``Ledger.awaited``.
+        saved: all that the forwards of the batch saved for backwards, each forward's added up.
     """
 
     current: Bytes
     peak: Bytes
     at_peak: Bytes
+    held: int
     saved: int
 
     @property
@@ -125,7 +127,7 @@ class MemoryMeter:
         self.close()
         if self.allocator is not None:
             current, peak, at_peak = self._with_the_rest(current, peak, at_peak, *self.allocator.read())
-        return RankMemory(_in_order(current), _in_order(peak), _in_order(at_peak), ledger.saved)
+        return RankMemory(_in_order(current), _in_order(peak), _in_order(at_peak), *ledger.awaited())
 
     def close(self) -> None:
         """Take the hooks away."""

@@ -51,7 +51,7 @@ class MemoryReading:
         return max(self.ranks, key=lambda rank: self.ranks[rank].peak_bytes)
 
     def microbatches_held(self, rank: int) -> float:
-        """The rank's peak activations, in what its forwards save for one micro-batch; 0 where they save nothing.
+        """The most activations the rank held, in what its forwards save for one micro-batch; 0 where they save nothing.
 
         Raises:
             ValueError: the step ran no schedule, so that there is nothing to count in.
@@ -60,7 +60,7 @@ class MemoryReading:
             raise ValueError("The step ran no schedule: there are no micro-batches to count activations in.")
         memory = self.ranks[rank]
         per_microbatch = memory.saved / self.schedule.num_microbatches
-        return memory.peak["activations"] / per_microbatch if per_microbatch else 0.0
+        return memory.held / per_microbatch if per_microbatch else 0.0
 
     def metrics(self) -> dict[str, float]:
         """The reading under its log keys, bytes: those of the rank that has most, and each rank's own."""

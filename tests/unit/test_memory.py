@@ -63,7 +63,7 @@ def test_activations_are_what_backwards_need_and_go_as_they_run():
         loss.backward()
         assert ledger.live == {"gradients": PARAMETERS, "activations": 0}
     assert ledger.peak == {"gradients": PARAMETERS, "activations": TANH_OUTPUTS}
-    assert ledger.saved == TANH_OUTPUTS
+    assert ledger.awaited() == (TANH_OUTPUTS, TANH_OUTPUTS)
     # The last layer's gradients are made before autograd drops what the layer before saved.
     assert sum(ledger.at_peak.values()) == TANH_OUTPUTS + (4 * 3 + 3) * FLOAT
 
@@ -84,8 +84,10 @@ def test_every_forward_that_waits_for_its_backward_holds_its_activations(held):
             losses.append(model(batch).sum())
             if len(losses) == held:
                 losses.pop(0).backward()
+        for loss in losses:
+            loss.backward()
     assert ledger.peak["activations"] == held * TANH_OUTPUTS
-    assert ledger.saved == 6 * TANH_OUTPUTS
+    assert ledger.awaited() == (held * TANH_OUTPUTS, 6 * TANH_OUTPUTS)
 
 
 def test_a_graph_that_is_thrown_away_lets_go():
@@ -95,6 +97,8 @@ def test_a_graph_that_is_thrown_away_lets_go():
         del loss
         gc.collect()
         assert ledger.live["activations"] == 0
+    assert ledger.peak["activations"] == TANH_OUTPUTS
+    assert ledger.awaited() == (0, 0)
 
 
 def test_checkpointing_keeps_the_inputs_only():
@@ -105,6 +109,17 @@ def test_checkpointing_keeps_the_inputs_only():
         assert ledger.live["activations"] == ROWS * 5 * FLOAT
         loss.backward()
         assert ledger.live["activations"] == 0
+    assert ledger.awaited() == (ROWS * 5 * FLOAT, ROWS * 5 * FLOAT)
+
+
+def test_what_a_reentrant_recomputation_saves_was_not_awaited():
+    model, batch = network(), torch.randn(ROWS, 6, requires_grad=True)
+    with ledger_of(model, batch) as ledger:
+        loss = model[4](checkpoint(model[:4], batch, use_reentrant=True)).sum()
+        assert ledger.live["activations"] == ROWS * 4 * FLOAT
+        loss.backward()
+    assert ledger.peak["activations"] == TANH_OUTPUTS
+    assert ledger.awaited() == (ROWS * 4 * FLOAT, ROWS * 4 * FLOAT)
 
 
 def test_gradients_set_aside_count_until_they_are_freed():
@@ -206,7 +221,7 @@ def test_what_was_not_begun_is_not_measured():
 def memory(activations, saved, parameters=1000):
     moving = {"gradients": 0, "activations": activations, "other": 24}
     table = {"parameters": parameters, "buffers": 0, "optimizer": 2000, **moving}
-    return RankMemory({**table, "activations": 0}, table, table, saved)
+    return RankMemory({**table, "activations": 0}, table, table, activations, saved)
 
 
 READING = MemoryReading.of(9, {0: memory(100, 400), 1: memory(200, 400)}, make("1f1b", 2, 4), (1, 0))
