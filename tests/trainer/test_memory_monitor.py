@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.callbacks import MemoryMonitor
+from tests.harness import free_port, run_ranks
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
-from tests.trainer.pipelines import Case, assert_ranks_agree, on_stages, one_process
+from tests.trainer.pipelines import Case, assert_ranks_agree, fit, join_as_torchrun, on_stages, one_process
 
 FLOAT, INT = 4, 8
 MATRIX, HEAD = (WIDTH * WIDTH + WIDTH) * FLOAT, (WIDTH * CLASSES + CLASSES) * FLOAT  # a layer's parameters
@@ -96,6 +97,15 @@ def test_stages_hold_their_own_parameters_and_states():
     assert metrics["logged/parallel/memory_activations_microbatches_expected/rank_3"] == 4
 
 
+def test_buffers_count_where_they_are():
+    class Normed(WithAdam):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), chain(1), nn.Linear(3, 3)))
+
+    ranks = on_stages(watched(Normed), 2)[0].extra.ranks
+    assert [ranks[rank].current["buffers"] for rank in (1, 0)] == [2 * ROW + INT, 0]
+
+
 def test_a_short_batch_is_compared_with_its_own_schedule():
     case = watched().but(loader=lambda: row_loader([16, 16, 3]))  # 3 rows are 3 micro-batches
     reading = on_stages(case, 4)[0].extra
@@ -125,6 +135,7 @@ CASES = {
     "clipped": watched(gradient_clip_val=0.1),
     "accumulated": watched(accumulate_grad_batches=2, max_steps=2).but(loader=lambda: row_loader([16] * 4)),
     "checkpointed": watched(lambda: Checkpointed(chain_of_pairs())),
+    "in bf16": watched(precision="bf16-mixed"),
 }
 
 
@@ -155,6 +166,18 @@ def test_one_process_by_hand():
     }
     assert reading.ranks[0].peak["activations"] == 7 * 16 * ROW + 16 * CLASSES * FLOAT + FLOAT
     assert reading.schedule is None
+
+
+def test_ranks_without_a_pipeline_are_read_too():
+    def run(rank, port):
+        join_as_torchrun(rank, 2, port)
+        return fit(watched(), "ddp", 2)
+
+    ours, theirs = run_ranks(run, 2, free_port(), group=False)
+    assert ours.extra == theirs.extra
+    assert list(ours.extra.ranks) == [0, 1]
+    assert ours.extra.ranks[1].current["parameters"] == 7 * MATRIX + HEAD
+    assert ours.metrics[-1]["logged/parallel/memory_peak/rank_1"] == ours.extra.ranks[1].peak_bytes
 
 
 class SeesHooks(WithAdam):
