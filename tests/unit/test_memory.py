@@ -6,8 +6,10 @@ import pytest
 import torch
 from matplotlib.image import imread
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.demo import GPT
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.memory import CATEGORIES, MemoryMeter, RankMemory
 from lightning_parallel.measure.memory_picture import COLOURS, draw_memory
@@ -73,6 +75,18 @@ def test_the_sum_of_two_peaks_is_not_the_peak():
     with ledger_of(model, batch) as ledger:
         model(batch).sum().backward()
     assert max(ledger.peak.values()) < sum(ledger.at_peak.values()) < sum(ledger.peak.values())
+
+
+def test_the_allocator_counts_the_same_activations():
+    model = GPT(width=32, context=16, num_blocks=2)
+    batch = {"input_ids": torch.randint(256, (4, 16))}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = model._loss(batch)
+    allocated = sum(event.self_cpu_memory_usage for event in profiler.events())
+    with ledger_of(model, batch["input_ids"]) as ledger:
+        again = model._loss(batch)
+    assert allocated - loss.nbytes == ledger.live["activations"] > 1e5
+    del again
 
 
 @pytest.mark.parametrize("held", [1, 3])
