@@ -211,8 +211,29 @@ def test_a_step_of_adam_by_hand():
     assert second.peak == {**ended, "activations": TANH_OUTPUTS}
     # Adam made its states when the activations had gone: in the first step that is the fullest moment, or it is not.
     assert first.at_peak == ended
-    in_backward = second.at_peak["gradients"] + second.at_peak["activations"]
-    assert second.peak_bytes == sum(standing.values()) + BATCH + in_backward
+
+
+def test_a_step_of_large_activations_is_fullest_in_its_backward():
+    model, batch = network(), torch.randn(10 * ROWS, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    meter = MemoryMeter(model, [optimizer], torch.device("cpu"))
+    first, second = (step(meter, model, optimizer, batch) for _ in range(2))
+    standing = {"parameters": PARAMETERS, "buffers": 0, "optimizer": PARAMETERS, "other": 10 * BATCH}
+    # The last layer's gradients are made before autograd drops what the layer before saved.
+    moving = {"gradients": (4 * 3 + 3) * FLOAT, "activations": 10 * TANH_OUTPUTS}
+    assert second.at_peak == standing | moving
+    assert first.at_peak == second.at_peak | {"optimizer": 0}
+    assert second.current == standing | {"gradients": PARAMETERS, "activations": 0}
+
+
+def test_gradients_put_in_place_of_others_count_at_the_end():
+    model, batch = network(), torch.randn(ROWS, 6)
+    meter = MemoryMeter(model, [], torch.device("cpu"))
+    meter.begin(batch)
+    model(batch).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clone()
+    assert meter.end(batch).current["gradients"] == PARAMETERS
 
 
 def test_the_allocator_says_the_sums_and_the_rest_is_other():
