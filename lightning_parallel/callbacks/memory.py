@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline, stats_of
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
-from lightning_parallel.measure.memory_reading import MemoryReading
+from lightning_parallel.measure.memory_reading import MemoryReading, Promise
 
 
 class MemoryMonitor(Callback):
@@ -117,12 +118,15 @@ class MemoryMonitor(Callback):
     def _read(self, trainer: Trainer) -> dict[str, float]:
         """Bring the ranks' measurements together; every rank calls it at the same step."""
         measured, self._measured = self._measured, None
+        schedule, promise = None, None
         if runs_pipeline(trainer):
             stats = stats_of(trainer)
-            ranks = dict(zip(sorted(stats.row_ranks), stats.all_gather(measured), strict=True))
-            self.reading = MemoryReading.of(trainer.global_step, ranks, stats.latest, stats.row_ranks)
-        else:
-            self.reading = MemoryReading.of(trainer.global_step, dict(enumerate(_all_gather(measured))))
+            schedule = stats.latest
+            promise = Promise.of(schedule, stats.row_ranks.index(trainer.global_rank))
+        everyone = _all_gather(trainer, (measured, promise))
+        ranks = {rank: memory for rank, (memory, _) in enumerate(everyone)}
+        promises = {rank: promised for rank, (_, promised) in enumerate(everyone) if promised is not None}
+        self.reading = MemoryReading(trainer.global_step, ranks, schedule, promises)
         return self.reading.metrics()
 
     def _close(self) -> None:
@@ -142,9 +146,12 @@ def _is_last(trainer: Trainer, ahead: int) -> bool:
     return trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
 
 
-def _all_gather(value: Any) -> list[Any]:
+def _all_gather(trainer: Trainer, value: Any) -> list[Any]:
+    """Every rank's object, in the order of global ranks; strategies that watch over waiting ranks are told."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
+    waiting = getattr(trainer.strategy, "blocked", lambda what: nullcontext())
+    with waiting("the other ranks' memory"):
+        dist.all_gather_object(box, value)
     return box

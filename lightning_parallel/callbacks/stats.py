@@ -25,9 +25,6 @@ class PipelineStats(Protocol):
     def latest(self) -> Schedule:
         """What the ranks ran in the newest training step: fewer micro-batches where its batch was short."""
 
-    def all_gather(self, value: Any, /) -> list[Any]:
-        """Everyone's object, in the order of global ranks; collective over a model copy's ranks."""
-
     def trace(self) -> StepTrace | None:
         """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
 

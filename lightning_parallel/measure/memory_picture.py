@@ -41,7 +41,7 @@ def draw_memory(path: str | PathLike[str], reading: MemoryReading, dpi: int = 15
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    labels, notes = zip(*((_label(reading, rank), _note(reading, rank)) for rank in _in_order(reading)), strict=True)
+    labels, notes = zip(*((_label(reading, rank), _note(reading, rank)) for rank in reading.in_order), strict=True)
     left, right = (MARGIN * 2 + LETTER * max(map(len, texts)) for texts in (labels, notes))
     width, height = left + WIDTH + right, TOP + ROW_HEIGHT * len(labels) + BOTTOM
     figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
@@ -54,15 +54,10 @@ def draw_memory(path: str | PathLike[str], reading: MemoryReading, dpi: int = 15
     figure.savefig(path)
 
 
-def _in_order(reading: MemoryReading) -> list[int]:
-    """Ranks from the first stage to the last, as timelines show them."""
-    return list(reading.expected) or sorted(reading.ranks)
-
-
 def _label(reading: MemoryReading, rank: int) -> str:
     if reading.schedule is None:
         return f"rank {rank}"
-    stages = ", ".join(str(stage) for _, stage in reading.schedule.stages_of(list(reading.expected).index(rank)))
+    stages = ", ".join(str(stage) for _, stage in reading.schedule.stages_of(reading.promises[rank].row))
     return f"stage {stages} · rank {rank}"
 
 
@@ -70,12 +65,12 @@ def _note(reading: MemoryReading, rank: int) -> str:
     size = in_words(reading.ranks[rank].peak_bytes)
     if reading.schedule is None:
         return size
-    held, expected = reading.microbatches_held(rank), reading.expected[rank]
+    held, expected = reading.microbatches_held(rank), reading.promises[rank].activations
     return f"{size}, {held:.3g} of {expected:g} micro-batches"
 
 
 def _draw_bars(axes: Axes, reading: MemoryReading, notes: tuple[str, ...]) -> None:
-    ranks = _in_order(reading)
+    ranks = reading.in_order
     most = max(reading.ranks[rank].peak_bytes for rank in ranks)
     unit, name = next((unit, name) for unit, name in UNITS if most >= 2 * unit or unit == 1)
     for row, rank in enumerate(ranks):

@@ -8,13 +8,33 @@ compared on every rank whatever its blocks are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_parallel.measure.memory import CATEGORIES, RankMemory
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.simulator import peak_activations
 
 MOVING = ("gradients", "activations", "other")  # whose peak may differ from what is there at the step's end
+
+
+class Promise(NamedTuple):
+    """What a schedule says of a rank: its row, the micro-batches of a step, and the most activations held at a time."""
+
+    row: int
+    microbatches: int
+    activations: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, row: int) -> Promise:
+        """What the schedule says of one of its rows.
+
+        Example:
+            >>> from lightning_parallel.pipeline.schedules import make
+            >>> Promise.of(make("1f1b", num_stages=4, num_microbatches=8), row=1)
+            Promise(row=1, microbatches=8, activations=3)
+        """
+        return cls(row, schedule.num_microbatches, peak_activations(schedule)[row])
 
 
 @dataclass(frozen=True)
@@ -25,30 +45,23 @@ class MemoryReading:
         step: how many optimizer steps had been taken when it ended.
         ranks: memory by global rank.
         schedule: what the ranks ran, None without a pipeline.
-        expected: the most micro-batches whose activations each rank holds by the schedule, by global rank.
+        promises: what the schedule says of each rank, by global rank.
     """
 
     step: int
     ranks: Mapping[int, RankMemory]
-    schedule: Schedule | None
-    expected: Mapping[int, float]
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        ranks: Mapping[int, RankMemory],
-        schedule: Schedule | None = None,
-        row_ranks: tuple[int, ...] = (),
-    ) -> MemoryReading:
-        """Read a step; ``row_ranks`` is the global rank of each row of the schedule."""
-        peaks = peak_activations(schedule) if schedule is not None else []
-        return cls(step, ranks, schedule, dict(zip(row_ranks, peaks, strict=True)))
+    schedule: Schedule | None = None
+    promises: Mapping[int, Promise] = field(default_factory=dict)
 
     @property
     def fullest(self) -> int:
         """The rank with the largest peak, the first of several."""
         return max(self.ranks, key=lambda rank: self.ranks[rank].peak_bytes)
+
+    @property
+    def in_order(self) -> list[int]:
+        """Ranks from the first stage to the last, as timelines show them."""
+        return sorted(self.ranks, key=lambda rank: (self.promises[rank].row if rank in self.promises else 0, rank))
 
     def microbatches_held(self, rank: int) -> float:
         """The most activations the rank held, in what its forwards save for one micro-batch; 0 where they save nothing.
@@ -56,10 +69,10 @@ class MemoryReading:
         Raises:
             ValueError: the step ran no schedule, so that there is nothing to count in.
         """
-        if self.schedule is None:
+        if rank not in self.promises:
             raise ValueError("The step ran no schedule: there are no micro-batches to count activations in.")
         memory = self.ranks[rank]
-        per_microbatch = memory.saved / self.schedule.num_microbatches
+        per_microbatch = memory.saved / self.promises[rank].microbatches
         return memory.held / per_microbatch if per_microbatch else 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -77,9 +90,9 @@ class MemoryReading:
     def _beside_the_schedule(self) -> dict[str, float]:
         key = "parallel/memory_activations_microbatches"
         values = {}
-        for rank, expected in self.expected.items():
+        for rank, promise in self.promises.items():
             values[f"{key}/rank_{rank}"] = self.microbatches_held(rank)
-            values[f"{key}_expected/rank_{rank}"] = float(expected)
+            values[f"{key}_expected/rank_{rank}"] = float(promise.activations)
         return values
 
     def summary(self) -> str:
@@ -89,9 +102,9 @@ class MemoryReading:
         line = f"memory peak {in_words(memory.peak_bytes)} on rank {self.fullest} in step {self.step}: {parts}"
         if self.schedule is None:
             return line
-        ranks = sorted(self.expected)
+        ranks = sorted(self.promises)
         held = ", ".join(f"{self.microbatches_held(rank):.2f}" for rank in ranks)
-        promised = ", ".join(f"{self.expected[rank]:g}" for rank in ranks)
+        promised = ", ".join(f"{self.promises[rank].activations:g}" for rank in ranks)
         return (
             f"{line}\nactivations of {held} micro-batches at most on ranks {', '.join(map(str, ranks))} beside "
             f"{promised} by the schedule ({self.schedule.name}, {self.schedule.num_stages} stages, "

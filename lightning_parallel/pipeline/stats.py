@@ -22,7 +22,6 @@ class PipelineStats:
         schedule: the schedule of a full batch.
         row_ranks: the global rank of each row of the schedule.
         latest: the schedule of the newest training step, whose batch may have been short.
-        all_gather: gives every rank of the model copy everyone's object, in the order of global ranks; collective.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class PipelineStats:
     ) -> None:
         self.schedule, self.row_ranks = schedule, tuple(row_ranks)
         self.latest = schedule
-        self._clock, self.all_gather = clock, all_gather
+        self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque()
         self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=_KEPT)
         self._cached: tuple[int, StepTrace | None] = (-1, None)
@@ -66,7 +65,7 @@ class PipelineStats:
         if self._cached[0] != newest:
             self._read()
             mine = {step: times for step, _, times in self._finished if step <= newest}
-            everyone = self.all_gather(mine)
+            everyone = self._all_gather(mine)
             common = set.intersection(*(set(entry) for entry in everyone))
             self._cached = (newest, self._build(max(common), everyone) if common else None)
         return self._cached[1]

@@ -78,7 +78,7 @@ def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatch
         assert memory.saved == microbatches * per_microbatch[stage]
         assert memory.held == memory.peak["activations"] == held[stage] * per_microbatch[stage]
         assert memory.current["activations"] == 0
-        assert reading.microbatches_held(rank) == pytest.approx(reading.expected[rank]) == held[stage]
+        assert reading.microbatches_held(rank) == pytest.approx(reading.promises[rank].activations) == held[stage]
 
 
 def test_stages_hold_their_own_parameters_and_states():
@@ -111,7 +111,7 @@ def test_a_short_batch_is_compared_with_its_own_schedule():
     reading = on_stages(case, 4)[0].extra
     assert reading.schedule.num_microbatches == 3
     for rank, held in zip((3, 2, 1, 0), (3, 3, 2, 1), strict=True):
-        assert reading.microbatches_held(rank) == reading.expected[rank] == held
+        assert reading.microbatches_held(rank) == reading.promises[rank].activations == held
 
 
 def test_gradients_that_accumulate_are_held_twice_while_a_pipeline_runs():
@@ -166,6 +166,17 @@ def test_one_process_by_hand():
     }
     assert reading.ranks[0].peak["activations"] == 7 * 16 * ROW + 16 * CLASSES * FLOAT + FLOAT
     assert reading.schedule is None
+
+
+def test_copies_of_a_pipeline_are_all_read():
+    case = watched(microbatches=4).but(strategy={"data_parallel_size": 2})
+    records = on_stages(case, 4)
+    reading = records[0].extra
+    assert all(record.extra == reading for record in records)
+    assert reading.in_order == [1, 3, 0, 2]
+    for rank, stage in ((1, 0), (3, 0), (0, 1), (2, 1)):
+        assert reading.ranks[rank].current["parameters"] == (4 * MATRIX, 3 * MATRIX + HEAD)[stage]
+        assert reading.microbatches_held(rank) == pytest.approx(2 - stage)
 
 
 def test_ranks_without_a_pipeline_are_read_too():

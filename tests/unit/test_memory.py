@@ -13,7 +13,7 @@ from lightning_parallel.demo import GPT
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.memory import CATEGORIES, MemoryMeter, RankMemory
 from lightning_parallel.measure.memory_picture import COLOURS, draw_memory
-from lightning_parallel.measure.memory_reading import MemoryReading
+from lightning_parallel.measure.memory_reading import MemoryReading, Promise
 from lightning_parallel.measure.storages import count_bytes
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.schedules import make
@@ -259,7 +259,12 @@ def memory(activations, saved, parameters=1000):
     return RankMemory({**table, "activations": 0}, table, table, activations, saved)
 
 
-READING = MemoryReading.of(9, {0: memory(100, 400), 1: memory(200, 400)}, make("1f1b", 2, 4), (1, 0))
+def promised(schedule, row_ranks):
+    return {rank: Promise.of(schedule, row) for row, rank in enumerate(row_ranks)}
+
+
+SCHEDULE = make("1f1b", 2, 4)
+READING = MemoryReading(9, {0: memory(100, 400), 1: memory(200, 400)}, SCHEDULE, promised(SCHEDULE, (1, 0)))
 
 
 def test_activations_stand_beside_the_schedule_in_micro_batches():
@@ -283,7 +288,7 @@ def test_the_summary_names_the_fullest_rank_and_the_promise():
 
 
 def test_without_a_pipeline_there_is_nothing_beside_it():
-    alone = MemoryReading.of(9, {0: memory(100, 400)})
+    alone = MemoryReading(9, {0: memory(100, 400)})
     assert not [key for key in alone.metrics() if "microbatches" in key]
     assert "\n" not in alone.summary()
     with pytest.raises(ValueError, match="no micro-batches to count activations in"):
@@ -291,12 +296,13 @@ def test_without_a_pipeline_there_is_nothing_beside_it():
 
 
 def test_a_stage_without_activations_holds_none():
-    assert MemoryReading.of(1, {0: memory(0, 0)}, make("gpipe", 1, 4), (0,)).microbatches_held(0) == 0
+    schedule = make("gpipe", 1, 4)
+    assert MemoryReading(1, {0: memory(0, 0)}, schedule, promised(schedule, (0,))).microbatches_held(0) == 0
 
 
 def test_the_picture_has_a_bar_a_rank_in_the_colours_of_what_there_is(tmp_path):
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    draw_memory(one, MemoryReading.of(9, {0: memory(100, 400)}))
+    draw_memory(one, MemoryReading(9, {0: memory(100, 400)}))
     draw_memory(two, READING)
     assert imread(two).shape[0] > imread(one).shape[0] + 50
     there = {channels(COLOURS[kind]) for kind in ("parameters", "optimizer", "activations")}
