@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+    from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor, TimelineExporter
     from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
@@ -25,6 +25,7 @@ _HOMES = {
     "Action": "pipeline.schedule",
     "BubbleMonitor": "callbacks",
     "Costs": "pipeline.simulator",
+    "MemoryMonitor": "callbacks",
     "PipelineStrategy": "strategies",
     "Schedule": "pipeline.schedule",
     "StageError": "errors",
@@ -39,6 +40,7 @@ __all__ = [
     "Action",
     "BubbleMonitor",
     "Costs",
+    "MemoryMonitor",
     "PipelineStrategy",
     "Schedule",
     "StageError",
