@@ -46,12 +46,15 @@ class DataAxis:
         """Average `grad` over the copies, in place; where only some copies have one, the others count as zero.
 
         Raises:
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse; another copy has come to a pause.
         """
         if self.size == 1:
             return
         with self.waiting("the other copies of the model, to average gradients"):
-            self._agree_on_gradients(parameters)
+            somewhere = self._agree([parameter.grad is not None for parameter in parameters], False)
+            for parameter, made in zip(parameters, somewhere, strict=True):
+                if made and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             gradients = [p.grad for p in parameters if p.grad is not None]
             if any(gradient.is_sparse for gradient in gradients):
                 raise ValueError("A gradient is sparse, which the data axis does not average. Use sparse=False.")
@@ -61,13 +64,28 @@ class DataAxis:
                 for gradient, mean in zip(bucket, _views(flat, bucket), strict=True):
                     gradient.copy_(mean).div_(self.size)
 
-    def _agree_on_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """A parameter that some copy has a gradient for gets one of zeros where there is none; agreed on the host."""
-        made = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        dist.all_reduce(made, op=dist.ReduceOp.MAX, group=self.group)
-        for parameter, somewhere in zip(parameters, made.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def pause(self, parameters: Sequence[Tensor]) -> None:
+        """Where an epoch or an evaluation begins or training ends: all copies have to be there.
+
+        Raises:
+            ValueError: another copy still has batches to train on.
+        """
+        if self.size > 1:
+            with self.waiting("the other copies of the model, at the end of an epoch"):
+                self._agree([False] * len(parameters), True)
+
+    def _agree(self, made: list[bool], pausing: bool) -> list[int]:
+        """On the host: how many copies have a gradient for each parameter, and that all or none of them pause."""
+        votes = torch.tensor([*made, pausing], dtype=torch.int32)
+        dist.all_reduce(votes, group=self.group)
+        *counts, ended = votes.tolist()
+        if 0 < ended < self.size:
+            raise ValueError(
+                f"{ended} of {self.size} copies of the model have come to the end of their training batches, the others"
+                " have more. All copies need as many: use a map-style dataset (Lightning deals its rows evenly),"
+                " limit_train_batches=, or an iterable that gives every copy the same number of batches."
+            )
+        return counts
 
     def _start(self, bucket: Sequence[Tensor]) -> tuple[Tensor, Any]:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])

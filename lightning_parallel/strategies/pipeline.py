@@ -309,6 +309,8 @@ class PipelineStrategy(MeshStrategy):
         step = TrainerStep(self, kind, batch, args, sizes)
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
+        if step.index == 0:
+            self.pipeline.data.pause(self._trainable())
         if step.index == 0 and kind != "training":
             self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
         if step.index == 0 and self.num_stages > 1:
@@ -366,7 +368,13 @@ class PipelineStrategy(MeshStrategy):
         if into:
             torch._foreach_add_(into, added)
         if not self._accumulating:
-            self.pipeline.data.average([p for _, p in self.pipeline.own if p.requires_grad])
+            self.pipeline.data.average(self._trainable())
+
+    def on_train_end(self) -> None:
+        self.pipeline.data.pause(self._trainable())
+
+    def _trainable(self) -> list[Tensor]:
+        return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
 
     @contextmanager
     def block_backward_sync(self) -> Any:
