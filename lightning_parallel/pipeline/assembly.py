@@ -53,7 +53,7 @@ class Pipeline:
         copies: for every copy of the model (along the data axis) the global rank of each stage.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
-        dynamic_shapes: see `Departure`.
+        dynamic_shapes, skip_connections: see `Departure`.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
         recompute: see `Cut`.
@@ -78,6 +78,7 @@ class Pipeline:
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
         dynamic_shapes: bool = False,
+        skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
@@ -107,7 +108,7 @@ class Pipeline:
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
         self.cut = Cut(model, layout, device, self.streams, recompute, self.stage)
         self.clock = make_clock(device)
-        arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
+        arrival, departure = self._open_boundaries(dynamic_shapes, skip_connections, waiting)
         self._news = {
             rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + stage, device, waiting=waiting)
             for stage, rank in enumerate(self.ranks[:-1])
@@ -262,14 +263,16 @@ class Pipeline:
             if len(entry.stages) > 1:
                 dist.broadcast(parameter.data, self.ranks[entry.stages[0]], group=self._groups[entry.stages])
 
-    def _open_boundaries(self, dynamic_shapes: bool, waiting: Waiting) -> tuple[Arrival | None, Departure | None]:
+    def _open_boundaries(
+        self, dynamic_shapes: bool, skip_connections: bool, waiting: Waiting
+    ) -> tuple[Arrival | None, Departure | None]:
         arrival, departure = None, None
         for copy, ranks in enumerate(self._copies):
             for stage, (here, there) in enumerate(pairwise(ranks)):
                 forward = self._open_channel(here, there, 2 * stage, waiting)
                 backward = self._open_channel(there, here, 2 * stage + 1, waiting)
                 if (copy, stage) == (self.copy, self.stage):
-                    departure = Departure(stage, forward, backward, dynamic_shapes)
+                    departure = Departure(stage, forward, backward, dynamic_shapes, skip_connections)
                 if (copy, stage + 1) == (self.copy, self.stage):
                     arrival = Arrival(stage + 1, forward, backward, dynamic_shapes)
         return arrival, departure

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.channel import Channel, Receipt
-from lightning_parallel.pipeline.phantom import PhantomError, TensorMeta, describe
-from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
+from lightning_parallel.pipeline.phantom import Leaf, PhantomError, TensorMeta, describe
+from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 
 
 @dataclass
@@ -26,22 +26,27 @@ class Contract:
     """What was agreed for one signature.
 
     Attributes:
-        values: {position among the arguments: (meta, carries a gradient)} of every tensor the earlier stage holds.
+        values: {place: (meta, carries a gradient)} of every tensor that the earlier stage holds and the next one may
+            need: by position among the arguments, or as what a unit returned.
         units: what the units up to the boundary return.
-        needed: positions that travel, None until the later stage has answered.
+        needed: places of those that travel, None until the later stage has answered.
     """
 
-    values: dict[int, tuple[TensorMeta, bool]]
+    values: dict[Place, tuple[TensorMeta, bool]]
     units: UnitOutputs
-    needed: tuple[int, ...] | None = None
+    needed: tuple[Place, ...] | None = None
 
-    def travelling(self) -> tuple[int, ...]:
+    def travelling(self) -> tuple[Place, ...]:
         return tuple(self.values) if self.needed is None else self.needed
 
-    def metas(self, positions: Sequence[int]) -> list[TensorMeta]:
+    def metas(self, positions: Sequence[Place]) -> list[TensorMeta]:
         return [self.values[position][0] for position in positions]
 
-    def with_gradient(self) -> tuple[int, ...]:
+    def results(self) -> list[Leaf]:
+        """Which results of units travel."""
+        return [place for place in self.needed or () if isinstance(place, tuple)]
+
+    def with_gradient(self) -> tuple[Place, ...]:
         assert self.needed is not None
         return tuple(position for position in self.needed if self.values[position][1])
 
@@ -49,20 +54,35 @@ class Contract:
 class Departure:
     """The earlier stage's side of a boundary: values go forward, gradients come back."""
 
-    def __init__(self, stage: int, forward: Channel, backward: Channel, dynamic_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        stage: int,
+        forward: Channel,
+        backward: Channel,
+        dynamic_shapes: bool = False,
+        skip_connections: bool = False,
+    ) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
+        self.skip_connections = skip_connections
         self._contracts: dict[Hashable, Contract] = {}
         self._unanswered: deque[Contract] = deque()
 
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
 
+    def results(self, signature: Hashable) -> list[Leaf]:
+        """What of units' results a run of that signature has to send."""
+        contract = self._contracts.get(signature)
+        return [] if contract is None else contract.results()
+
     def send(self, run: StageRun, signature: Hashable) -> Contract:
         """Send what the next stage needs of a run that was cut there; returns what was agreed."""
         assert run.outputs is not None
         contract = self._contracts.get(signature)
         if contract is None:
-            tensors = {i: leaf for i, leaf in enumerate(run.outputs) if isinstance(leaf, Tensor)}
+            tensors = {i: leaf for i, leaf in run.outputs.items() if isinstance(leaf, Tensor)}
+            if not self.skip_connections:
+                tensors = {i: leaf for i, leaf in tensors.items() if isinstance(i, int)}
             units = {**run.known, **(run.record or {})}
             contract = Contract({i: (describe(t), t.requires_grad) for i, t in tensors.items()}, units)
             self._send_header(contract)
@@ -73,6 +93,8 @@ class Departure:
             self.await_answer(contract)
             self._check(run, contract)
         self.forward.send([run.outputs[position] for position in contract.travelling()])
+        if self.skip_connections:  # what stages further on need has to be known before the stage before is answered
+            self.await_answer(contract)
         return contract
 
     def await_answer(self, contract: Contract) -> None:
@@ -106,7 +128,7 @@ class Departure:
     def _check(self, run: StageRun, contract: Contract) -> None:
         assert run.outputs is not None
         for position in contract.travelling():
-            agreed, leaf = contract.values[position][0], run.outputs[position]
+            agreed, leaf = contract.values[position][0], run.outputs.get(position)
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != agreed.shape or leaf.dtype != agreed.dtype:
                 now = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(
@@ -135,12 +157,13 @@ class Arrival:
                 self._contracts[signature] = contract
         return contract, self.forward.post(contract.metas(contract.travelling()), what)
 
-    def answer(self, run: StageRun, contract: Contract) -> None:
-        """After the first run of a signature, tell the earlier stage which values were needed."""
+    def answer(self, run: StageRun, contract: Contract, later: Sequence[Leaf] = ()) -> None:
+        """After the first run of a signature, tell the earlier stage which values were needed, here or `later`."""
         if contract.needed is None:
             assert run.needed is not None
-            contract.needed = run.needed
-            self.backward.send_object(run.needed)
+            results = dict.fromkeys(leaf for leaf in (*run.wanted, *later) if leaf in contract.values)
+            contract.needed = (*run.needed, *(leaf for leaf in results if leaf not in run.by_position))
+            self.backward.send_object(contract.needed)
 
     def settle(self) -> None:
         """Before a step: let go of what was sent before the last one."""
@@ -154,11 +177,11 @@ _ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Rece
 class Inbox:
     """Received values as a step may use them, and the gradients it left."""
 
-    values: dict[int, Tensor]
+    values: dict[Place, Tensor]
     gradients: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, received: Mapping[int, Tensor], contract: Contract, grad: bool) -> Inbox:
+    def of(cls, received: Mapping[Place, Tensor], contract: Contract, grad: bool) -> Inbox:
         """Values that carry a gradient become outputs of one autograd node: a block may even write into them."""
         inbox = cls(dict(received))
         positions = [p for p in received if contract.values[p][1]] if grad else []

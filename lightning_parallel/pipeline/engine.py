@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.channel import Receipt
 from lightning_parallel.pipeline.clock import Clock
+from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import Cut, Place, StageRun, UnitOutputs
 
 
 @dataclass
@@ -65,7 +66,7 @@ class _Held:
     inbox: Inbox | None = None
     arrival: Contract | None = None
     departure: Contract | None = None
-    edges: dict[int, GradientEdge] = field(default_factory=dict)
+    edges: dict[Place, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     again: bool = False  # the forward has to run again before its backward
 
@@ -103,7 +104,7 @@ class Engine:
         self.cut, self.stage, self.arrival, self.departure = cut, stage, arrival, departure
         self.clock, self.fail, self.receive_ahead = clock, fail, receive_ahead
         self.keep_received = False
-        self.received: dict[int, tuple[dict[int, Tensor], UnitOutputs]] = {}
+        self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
         self._posted: dict[Action, Any] = {}
         self._results: list[Any] = []
@@ -202,13 +203,14 @@ class Engine:
         if twice:  # the first run may write into what came in
             values = {position: value.detach().clone() for position, value in values.items()}
         with torch.no_grad() if twice else nullcontext():
-            run = StageRun(self.cut, self.stage, m, key, values, units, learn)
+            run = StageRun(self.cut, self.stage, m, key, values, units, learn, keep=self._to_keep(signature))
             result = run.forward(work.steps[m])
-        if self.arrival is not None and contract is not None:
-            self.arrival.answer(run, contract)
         held = _Held(run, inbox, contract)
         if self.departure is not None:
             held.departure = self.departure.send(run, signature)
+        if self.arrival is not None and contract is not None:
+            self.arrival.answer(run, contract, held.departure.results() if held.departure is not None else ())
+        if held.departure is not None:
             if twice:
                 run.outputs, held.again = None, True
             else:
@@ -229,6 +231,10 @@ class Engine:
         contract, receipt = posted
         received = dict(zip(contract.travelling(), receipt.wait(), strict=True))
         return contract, Inbox.of(received, contract, training)
+
+    def _to_keep(self, signature: Hashable) -> Sequence[Leaf]:
+        """What units return that stages further on want."""
+        return self.departure.results(signature) if self.departure is not None else ()
 
     def _keep_edges(self, held: _Held) -> None:
         """Keep where gradients enter, not the tensors: what was sent may be freed when it has left."""
@@ -257,7 +263,8 @@ class Engine:
         m = held.run.microbatch
         key = self.cut.streams.begin(work.batch, m)
         values, units = held.inbox.values if held.inbox else {}, held.arrival.units if held.arrival else {}
-        held.run = StageRun(self.cut, self.stage, m, key, values, units, learn=False, again=True)
+        keep = self._to_keep(work.signatures[m])
+        held.run = StageRun(self.cut, self.stage, m, key, values, units, learn=False, again=True, keep=keep)
         held.run.forward(work.steps[m])
         self._keep_edges(held)
 

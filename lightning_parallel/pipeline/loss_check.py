@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.phantom import Phantom, TensorMeta
-from lightning_parallel.pipeline.stage import Cut, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import Cut, Place, StageRun, UnitOutputs
 
 _INTERNAL = frozenset(vars(nn.Module()))
-Received = tuple[Mapping[int, Tensor], UnitOutputs]  # values by position, and what the units before return
+Received = tuple[Mapping[Place, Tensor], UnitOutputs]  # values by position, and what the units before return
 
 
 def check_loss(

@@ -3,17 +3,17 @@
 The one idea: on stage s the user's step runs as written. What other stages computed is a `Phantom`; arithmetic between
 Phantoms is arithmetic on shapes, so masks, position ids and views come out right without a transfer. At the stage's
 first block the Phantoms among its arguments are *bound* to the values the previous stage sent, and from then on reading
-a bound Phantom reads the value, gradients included. A Phantom that is read and was never bound raises: it is never
+a bound Phantom reads the value, gradients included. What was computed from Phantoms remembers how, so that a stage that
+needs it after all can compute it from values that it gets. A Phantom that is read and has no value raises: it is never
 silently wrong.
-
-Left out: values that skip a stage are not fetched here, they raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,8 +33,32 @@ _OF_PARAMETER = {
 }
 
 
+Leaf = tuple[str, int]  # a unit and the number of a tensor in what it returns
+
+
 class PhantomError(RuntimeError):
     """The user's step read or wrote something that lives on another stage."""
+
+
+@dataclass
+class Recipe:
+    """How a Phantom was computed: a call, whether with gradients, and which of its results it is."""
+
+    func: Callable
+    args: Any
+    kwargs: Any
+    grad: bool
+    draws: int
+    index: int | None = None
+
+
+class _Random:
+    """Counts operators that draw random numbers: what they give cannot be computed again."""
+
+    count = 0
+
+
+_random = _Random()
 
 
 class Phantom(Tensor):
@@ -44,11 +68,21 @@ class Phantom(Tensor):
         meta: the same tensor on the meta device.
         origin: what it stands for, in words, for error messages.
         value: the tensor it is bound to, or None.
+        version: how often that tensor had been written to when it was bound.
+        leaf: for what a unit returned, (unit, number of the tensor in what it returned).
+        recipe: for what was computed from other Phantoms, how; None if it cannot be computed again.
+        leaves: the Phantoms that were not computed and that it comes from; empty if it is one.
+        spoilt: whether it, or what shares its memory, was written to without a value.
     """
 
     meta: Tensor
     origin: str
     value: Tensor | None
+    version: int
+    leaf: Leaf | None
+    recipe: Recipe | None
+    leaves: tuple[Phantom, ...]
+    spoilt: bool
 
     def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Phantom:
         phantom = torch.Tensor._make_wrapper_subclass(
@@ -61,7 +95,12 @@ class Phantom(Tensor):
             requires_grad=requires_grad,
         )
         phantom.meta, phantom.origin, phantom.value = meta, origin, None
+        phantom.leaf, phantom.recipe, phantom.leaves, phantom.spoilt = None, None, (), False
         return phantom
+
+    def bind(self, value: Tensor) -> None:
+        """Let this Phantom stand for a tensor that is there."""
+        self.value, self.version = value, value._version
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -74,8 +113,11 @@ class Phantom(Tensor):
                 raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
+        recipe = Recipe(func, args, kwargs, torch.is_grad_enabled(), _random.count)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        _remember(recipe, leaves, result)
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -87,6 +129,7 @@ class Phantom(Tensor):
         written = _refuse_writes(func, args, kwargs, first) if func._schema.is_mutable else None
         if torch.Tag.nondeterministic_seeded in func.tags:
             func(*_made_real(args), **_made_real(kwargs))
+            _random.count += 1
         device = first.device
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
@@ -96,6 +139,8 @@ class Phantom(Tensor):
             raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
             _refuse_reshape(func, written, result)
+            for leaf in written.leaves or (written,):
+                leaf.spoilt = True
             return written
         if isinstance(result, Tensor):
             return Phantom(result, device, first.origin)
@@ -145,6 +190,46 @@ class ForeignGradient(Phantom):
 def bound(x: Phantom) -> Tensor:
     """The value a Phantom was bound to, or the Phantom itself."""
     return x if x.value is None else x.value
+
+
+def _remember(recipe: Recipe, sources: Sequence[Phantom], result: Any) -> None:
+    """Note on every new Phantom of a result how it was computed, unless random numbers were drawn."""
+    drawn = _random.count != recipe.draws
+    parts = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
+    leaves = tuple({id(leaf): leaf for source in sources for leaf in source.leaves or (source,)}.values())
+    for index, part in enumerate(parts):
+        if isinstance(part, Phantom) and not any(part is source for source in sources):
+            part.recipe = None if drawn else replace(recipe, index=None if part is result else index)
+            part.leaves = leaves
+
+
+def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+    """The value of a Phantom, computed or fetched if it has none; None if that is not possible.
+
+    Args:
+        phantom: it is bound to the value.
+        fetch: gives what a unit of another stage returned, or None.
+    """
+    if phantom.value is not None:
+        return phantom.value if phantom.value._version == phantom.version else None
+    if any(leaf.spoilt for leaf in phantom.leaves or (phantom,)):
+        return None
+    value = _compute(phantom.recipe, fetch) if phantom.recipe is not None else None
+    if value is None and phantom.leaf is not None:
+        value = fetch(phantom.leaf)
+    if value is None or (value.shape, value.dtype) != (phantom.meta.shape, phantom.meta.dtype):
+        return None
+    phantom.bind(value)
+    return value
+
+
+def _compute(recipe: Recipe, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+    if any(realize(source, fetch) is None for source in phantoms_in((recipe.args, recipe.kwargs))):
+        return None
+    args, kwargs = with_values((recipe.args, recipe.kwargs))
+    with torch.set_grad_enabled(recipe.grad):
+        result = recipe.func(*args, **kwargs)
+    return result if recipe.index is None else result[recipe.index]
 
 
 def phantoms_in(tree: Any) -> list[Phantom]:
@@ -263,11 +348,22 @@ def describe(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), tree)
 
 
-def summon(tree: Any, device: torch.device, origin: str) -> Any:
-    """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`."""
+def summon(tree: Any, device: torch.device, origin: str, unit: str | None = None) -> Any:
+    """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`; `unit`: what returned them."""
     if isinstance(tree, TensorMeta):
-        return Phantom(_meta_like(tree), device, origin)
-    return tree_map(lambda x: Phantom(_meta_like(x), device, origin) if isinstance(x, TensorMeta) else x, tree)
+        phantom = Phantom(_meta_like(tree), device, origin)
+        phantom.leaf = None if unit is None else (unit, 0)
+        return phantom
+    numbers = count()
+
+    def make(x: Any) -> Any:
+        if not isinstance(x, TensorMeta):
+            return x
+        phantom = Phantom(_meta_like(x), device, origin)
+        phantom.leaf = None if unit is None else (unit, next(numbers))
+        return phantom
+
+    return tree_map(make, tree)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ Left out: modules called twice in a step and values that skip a stage. They rais
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,18 +25,20 @@ from lightning_parallel.pipeline.leftovers import call_hooks, leave_phantoms, le
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
     PLAIN,
+    Leaf,
     Phantom,
     PhantomError,
     TensorMeta,
-    bound,
     describe,
     phantoms_in,
+    realize,
     summon,
     with_values,
 )
 from lightning_parallel.pipeline.random_streams import RandomStreams, behind, own
 
 Recompute = Literal["none", "block", "stage"]
+Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -48,10 +50,14 @@ class StageRun:
     """One run of the user's step as one stage on one micro-batch.
 
     Attributes:
-        inputs: received values by their position among the first block's arguments.
+        inputs: received values by their position among the first block's arguments, and those that come by this stage
+            from units before it, by `Leaf`.
         known: what the units of earlier stages return.
         needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
-        outputs: leaves of the arguments of the next stage's first block; set when the step is cut there.
+        wanted: what else of earlier units was needed, in order.
+        by_position: units' results that are among the first block's arguments.
+        outputs: what may be sent, set when the step is cut: leaves of the arguments of the next stage's first block by
+            position, and by `Leaf` what units up to there returned (all of it where the run learns).
         record: if not None, filled with what this stage's units return.
         called: names of the units called so far.
         again: whether this micro-batch ran before, keeping nothing.
@@ -64,19 +70,23 @@ class StageRun:
         stage: int,
         microbatch: int,
         key: int,
-        inputs: Mapping[int, Tensor],
+        inputs: Mapping[Place, Tensor],
         known: UnitOutputs,
         learn: bool,
         again: bool = False,
+        keep: Collection[Leaf] = (),
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.inputs, self.known = inputs, known
         self.record: UnitOutputs | None = {} if learn else None
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
-        self.outputs: list[Any] | None = None
+        self.outputs: dict[Place, Any] | None = None
+        self.wanted: dict[Leaf, None] = {}
+        self.by_position: set[Leaf] = set()
+        self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
         self.called: set[str] = set()
         self.again = again
-        self.plain = not learn and not cut.recompute_blocks
+        self.plain = not learn and not cut.recompute_blocks and not keep
         self._replaying = False
         self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
@@ -99,6 +109,8 @@ class StageRun:
                 f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
                 " other blocks=."
             )
+        with self.cut.active_as(self):
+            result = self.realized(result)
         self._refuse_phantoms(result, "returns")
         return result
 
@@ -134,7 +146,23 @@ class StageRun:
         if self.record is not None:
             self.record[unit.name] = describe(result)
             self.record[hook.left] = left_behind(owner, before)
+        if self.record is not None or self._keep:
+            self._put_aside(unit.name, result)
         return result
+
+    def _put_aside(self, unit: str, result: Any) -> None:
+        """Keep what a unit returned for the stages that want it (as long as they are not known, for all)."""
+        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(tensors):
+            if self.record is not None or (unit, number) in self._keep:
+                self._made[unit, number] = tensor
+
+    def fetch(self, leaf: Leaf) -> Tensor | None:
+        """What a unit of an earlier stage returned, if it came by this stage."""
+        value = self._made.get(leaf)
+        if value is not None and leaf in self.inputs:
+            self.wanted[leaf] = None
+        return value
 
     def _call_again(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,7 +214,7 @@ class StageRun:
         left = self.known.get(hook.left)
         if left:
             leave_phantoms(owner, left, self.cut.device, hook.origin)
-        result = summon(self.known[unit.name], self.cut.device, hook.origin)
+        result = summon(self.known[unit.name], self.cut.device, hook.origin, unit.name)
         self.cut.streams.start(self.key ^ hook.stream_behind)
         hooked = owner._forward_hooks or "forward" in owner.__dict__
         return call_hooks(owner, args, kwargs, result) if hooked else result
@@ -196,9 +224,16 @@ class StageRun:
             self._enter(unit, args, kwargs)
         if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
             return args, kwargs
-        args, kwargs = with_values((args, kwargs))
+        args, kwargs = self.realized((args, kwargs))
         self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})")
         return args, kwargs
+
+    def realized(self, tree: Any) -> Any:
+        """A structure with the values of its Phantoms, fetched and computed where they can be."""
+        for phantom in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
+            if isinstance(phantom, Phantom) and phantom.value is None:
+                realize(phantom, self.fetch)
+        return with_values(tree)
 
     def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bind the Phantoms among the first block's arguments to what the previous stage sent."""
@@ -216,11 +251,14 @@ class StageRun:
         if missing:
             raise PhantomError(
                 f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1}"
-                " does not hold or did not send at first. Pass the value through every block between, or set"
-                " dynamic_shapes=True if the block's arguments change from batch to batch."
+                " does not hold or did not send at first. Pass the value through every block between, set"
+                " skip_connections=True, or dynamic_shapes=True if the block's arguments change from batch to batch."
             )
         for position, leaf in needed.items():
-            leaf.value = self.inputs[position]
+            leaf.bind(self.inputs[position])
+            if leaf.leaf is not None:
+                self._made[leaf.leaf] = self.inputs[position]
+                self.by_position.add(leaf.leaf)
         if self.needed is None:
             self.needed = tuple(needed)
 
@@ -238,12 +276,15 @@ class StageRun:
             raise PhantomError(
                 f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
             )
-        self.outputs = [bound(leaf) if isinstance(leaf, Phantom) else leaf for leaf in tree_flatten((args, kwargs))[0]]
-        missing = [leaf.origin for leaf in self.outputs if isinstance(leaf, Phantom)]
+        leaves = tree_flatten(self.realized((args, kwargs)))[0]
+        self.outputs = dict(enumerate(leaves))
+        self.outputs.update(dict[Place, Any](self._made.items()))
+        missing = [leaf.origin for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
             raise PhantomError(
                 f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which"
-                f" stage {self.stage} does not hold. Pass the value through every block between."
+                f" stage {self.stage} does not hold. Pass the value through every block between, or set"
+                " skip_connections=True."
             )
         raise StepCut
 
@@ -252,8 +293,8 @@ class StageRun:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    " hold. Pass it through the blocks (as an argument of the block where the stage begins), or choose"
-                    " blocks= so that producer and reader share a stage."
+                    " hold. Pass it through the blocks (as an argument of the block where the stage begins), set"
+                    " skip_connections=True, or choose blocks= so that producer and reader share a stage."
                 )
 
 

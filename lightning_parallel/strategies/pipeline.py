@@ -70,6 +70,9 @@ class PipelineStrategy(MeshStrategy):
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
+        skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
+            features of the middle): sent through the stages between. Which values are needed is learnt from the first
+            micro-batch of a signature, for which every block's result travels.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
         recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
             whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
@@ -99,6 +102,7 @@ class PipelineStrategy(MeshStrategy):
         loss_weight: LossWeight | None = None,
         check_loss: bool = True,
         dynamic_shapes: bool = False,
+        skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
         data_parallel_size: int = 1,
@@ -122,6 +126,11 @@ class PipelineStrategy(MeshStrategy):
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
             check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),
             dynamic_shapes=(dynamic_shapes, isinstance(dynamic_shapes, bool), "True or False"),
+            skip_connections=(
+                skip_connections,
+                isinstance(skip_connections, bool) and not (skip_connections and dynamic_shapes),
+                "True or False, and False with dynamic_shapes=True",
+            ),
             receive_ahead=(
                 receive_ahead,
                 receive_ahead is None or _is_count(receive_ahead, 0),
@@ -136,6 +145,7 @@ class PipelineStrategy(MeshStrategy):
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
+        self.skip_connections = skip_connections
         self.receive_ahead, self.recompute = receive_ahead, recompute
         self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -222,6 +232,7 @@ class PipelineStrategy(MeshStrategy):
             partition=self.partition,
             stages=self.stages,
             dynamic_shapes=self.dynamic_shapes,
+            skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,
             fail=self._stage_error,

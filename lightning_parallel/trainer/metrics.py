@@ -30,7 +30,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in, with_values
+from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in
 
 _REPLACED = ("update", "compute", "distributed_available_fn", "process_group")
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
@@ -181,7 +181,8 @@ class StepMetrics:
         if not self.in_step:
             watched.updates += 1
         elif phantoms_in(args) or phantoms_in(kwargs):
-            args, kwargs = with_values((args, kwargs))
+            run = self.pipeline.cut.active
+            args, kwargs = (args, kwargs) if run is None else run.realized((args, kwargs))
             for phantom in phantoms_in((args, kwargs)):
                 raise PhantomError(
                     f"Metric `{watched.name}` is updated with a value computed from {phantom.origin}, which the loss"

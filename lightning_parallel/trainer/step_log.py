@@ -79,10 +79,12 @@ class StepLog:
         if args:
             options = dict(_SIGNATURE.bind(self.module, name, value, *args, **options).arguments)
             del options["self"], options["name"], options["value"]
-        if isinstance(value, Phantom) and value.value is None:
+        run = self.metrics.pipeline.cut.active
+        value = value if run is None else run.realized(value)
+        if isinstance(value, Phantom):
             raise PhantomError(
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
-                " values that are computed from the last block's output."
+                " values that are computed from the last block's output, or set skip_connections=True."
             )
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1

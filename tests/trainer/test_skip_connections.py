@@ -1,0 +1,144 @@
+"""Values that pass stages by: U-Nets, encoder-decoders, losses on features of the middle."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
+from tests.trainer.pipelines import Case, assert_parity, failure_of, on_stages
+
+SKIP = {"skip_connections": True}
+BLOCKS = [f"down.{i}" for i in range(4)] + [f"up.{i}" for i in range(4)]
+
+
+class UNet(Classifier):
+    """Four blocks down, four up; block i up also takes what block 3 - i down returned."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.down = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+        for block in self.up:
+            x = torch.tanh(block(torch.cat([x, skips.pop() * 0.5], dim=-1)))
+        return self.head(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = torch.tanh(self.layer(x) + memory)
+        return x if scale is None else x * scale
+
+
+class EncoderDecoder(Classifier):
+    """Every decoder block takes what the encoder made of the input."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.down = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.up = nn.ModuleList(Decoder() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for block in self.down:
+            memory = block(memory)
+        scale = torch.sigmoid(memory.mean(-1, keepdim=True))  # computed in the step from another stage's value
+        h = torch.zeros_like(memory) + 0.1
+        for block in self.up:
+            h = block(h, memory, scale)
+        return self.head(h)
+
+
+class Auxiliary(UNet):
+    """The loss also looks at features of every block, and the step logs one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = []
+        for block in self.down:
+            x = block(x)
+            features.append(x)
+        for block in self.up:
+            x = torch.tanh(block(torch.cat([x, x], dim=-1)))
+        loss = F.cross_entropy(self.head(x), y) + 0.1 * sum(feature.pow(2).mean() for feature in features)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("make_module", [UNet, EncoderDecoder, Auxiliary])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_parity(make_module: Any, schedule: str):
+    case = Case(make_module, lambda: row_loader((8, 6, 5)), {**SKIP, "blocks": BLOCKS, "schedule": schedule})
+    assert_parity(case.but(trainer={"max_epochs": 2}), stages=(2, 4))
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_parity_with_recomputation(recompute: str):
+    case = Case(UNet, row_loader, {**SKIP, "blocks": BLOCKS, "recompute": recompute}, {"accumulate_grad_batches": 2})
+    assert_parity(case, stages=(4,))
+
+
+@pytest.mark.parametrize("make_module", [UNet, Auxiliary])
+def test_without_the_option_it_is_refused_and_the_option_named(make_module: Any):
+    assert "skip_connections=True" in failure_of(Case(make_module, row_loader, {"blocks": BLOCKS}), 4)
+
+
+def sent(trainer: Any, module: Any) -> list[Any]:
+    """Where the values belong that this stage sends in each micro-batch of a training step."""
+    departure = trainer.strategy.pipeline.engine.departure
+    return [] if departure is None else list(next(iter(departure._contracts.values())).needed)
+
+
+def test_only_what_is_needed_travels():
+    options = {**SKIP, "blocks": BLOCKS, "partition": [2, 2, 2, 2]}
+    case = Case(UNet, row_loader, options, validate=False, at_end=sent)
+    places = [record.extra for record in on_stages(case, 4)[::-1]]
+    # Stages: down 0, 1 | down 2, 3 | up 0, 1 | up 2, 3. The next block's argument goes by position: stage 1 gets what
+    # down.1 returned so; up.0's argument is a concatenation of what down.3 returned, which is made before it is sent.
+    assert places == [[0, ("down.0", 0)], [0, ("down.2", 0), ("down.1", 0), ("down.0", 0)], [0, ("down.0", 0)], []]
+
+
+class WritesInto(UNet):
+    """Writes into a value of another stage that is used again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.down[0](x)
+        for block in list(self.down)[1:]:
+            x = block(x)
+        skip = skip.mul_(2.0)
+        for block in self.up:
+            x = torch.tanh(block(torch.cat([x, skip], dim=-1)))
+        return self.head(x)
+
+
+class DrawsFrom(UNet):
+    """Drops out of a value of another stage, in the step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.down[0](x)
+        for block in list(self.down)[1:]:
+            x = block(x)
+        skip = F.dropout(skip, 0.5, training=True)
+        for block in self.up:
+            x = torch.tanh(block(torch.cat([x, skip], dim=-1)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("make_module", [WritesInto, DrawsFrom])
+def test_what_cannot_be_computed_again_is_refused(make_module: Any):
+    message = failure_of(Case(make_module, row_loader, {**SKIP, "blocks": BLOCKS, "check_loss": False}), 4)
+    assert "computed from the output of `down.0` (stage 0), whose data stage" in message
