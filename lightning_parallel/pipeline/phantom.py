@@ -11,7 +11,8 @@ Left out: values that skip a stage are not fetched here, they raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_parallel.pipeline import foreach
+
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _inferred: dict[Any, Tensor] = {}
+_shapes_only = [False]
 # Types of arguments that neither are nor hold Phantoms.
 PLAIN = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _OF_PARAMETER = {
@@ -30,6 +34,8 @@ _OF_PARAMETER = {
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),  # optimizers that make their state at construction
+    "copy_",  # into a stand-in: the stage that holds the data does it for real
+    "_has_compatible_shallow_copy_type",  # `module.to`
 }
 
 
@@ -67,10 +73,11 @@ class Phantom(Tensor):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = phantoms_in(args) + phantoms_in(kwargs)
+        allowed = func.__name__ in _OF_PARAMETER or _shapes_only[0]
         for x in leaves:
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
-            if isinstance(x, (ForeignParameter, ForeignGradient)) and func.__name__ not in _OF_PARAMETER:
+            if isinstance(x, (ForeignParameter, ForeignGradient)) and not allowed:
                 raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
@@ -83,6 +90,8 @@ class Phantom(Tensor):
     ) -> Any:
         """Any operation on a Phantom runs on meta tensors and gives a Phantom."""
         kwargs = dict(kwargs or {})
+        if func._schema.name.startswith("aten::_foreach_") and (real := foreach.positions_without(args, phantoms_in)):
+            return foreach.apart(func, args, kwargs, real)
         first = (phantoms_in(args) or phantoms_in(kwargs))[0]
         written = _refuse_writes(func, args, kwargs, first) if func._schema.is_mutable else None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -135,11 +144,28 @@ class ForeignParameter(Phantom):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_GRADIENT and isinstance(args[0], ForeignParameter) and args[0].has_gradient:
             return ForeignGradient(args[0].meta, args[0].device, f"the gradient of {args[0].origin}")
+        if func == torch.equal:  # of parameters it is asked whether they are the same one
+            return args[0] is args[1]
+        if func == Tensor.to and isinstance(args[0], ForeignParameter) and _keeps_dtype(args, kwargs or {}):
+            return args[0]  # there is nothing to move
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class ForeignGradient(Phantom):
     """The gradient of a parameter of another stage."""
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules of all stages may run, on shapes: inside, parameters of other stages compute as any Phantom does.
+
+    What comes out cannot be read, so this is for asking for shapes (a summary of the model) and nothing else.
+    """
+    before, _shapes_only[0] = _shapes_only[0], True
+    try:
+        yield
+    finally:
+        _shapes_only[0] = before
 
 
 def bound(x: Phantom) -> Tensor:
@@ -161,6 +187,12 @@ def phantoms_in(tree: Any) -> list[Phantom]:
 def with_values(tree: Any) -> Any:
     """Nested tuples, lists and dicts with every bound Phantom replaced by its value."""
     return tree_map_only(Phantom, bound, tree)
+
+
+def _keeps_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `to` asks for the dtype that there is."""
+    dtypes = [x.dtype if isinstance(x, Tensor) else x for x in (*args[1:], *kwargs.values())]
+    return all(x == args[0].dtype for x in dtypes if isinstance(x, torch.dtype))
 
 
 def _infer(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,244 @@
+"""Callbacks that hold the model's weights or add to its optimizer: averages, finetuning, the model's summary."""
+
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    ModelSummary,
+    RichModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+
+from tests.trainer.conformance.runs import (
+    OnRankZero,
+    Run,
+    assert_as_in_one_process,
+    core,
+    for_each_strategy,
+    launched,
+    whole_batches,
+)
+from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
+
+LOADERS = (lambda: row_loader((8, 5, 8)), lambda: row_loader((5, 8)))
+
+
+def weights(trainer: Trainer) -> OnRankZero:
+    """The whole model's weights after the run."""
+    state = trainer.strategy.lightning_module_state_dict()
+    return OnRankZero({name: value.clone() for name, value in state.items()})
+
+
+def saved(path: Any) -> dict[str, Any]:
+    """What of a checkpoint concerns weights and optimizers."""
+    loaded = torch.load(path, weights_only=False)
+    return {key: loaded[key] for key in loaded if "state" in key and key != "loops"} | {
+        "callbacks": loaded["callbacks"]
+    }
+
+
+class Normed(Classifier):
+    """Has BatchNorms, whose buffers are averaged too."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4, between=lambda: nn.BatchNorm1d(WIDTH)))
+
+
+def averaged(run: Run, callback: Callback, module: LightningModule, resumed: Callback, **options: Any) -> Any:
+    """Fit, save in the middle and at the end, and resume from the middle."""
+    trainer = run.trainer(callback, max_epochs=4, **options)
+    loaders = [make() for make in LOADERS]
+    trainer.fit(module, *loaders)
+    trainer.save_checkpoint(run.folder / "end.ckpt")
+    return weights(trainer), saved(run.folder / "end.ckpt")
+
+
+@core
+def ema(run: Run) -> Any:
+    return averaged(run, EMAWeightAveraging(decay=0.5), Classifier(), EMAWeightAveraging(decay=0.5))
+
+
+@whole_batches
+def ema_of_buffers(run: Run) -> Any:
+    return averaged(run, EMAWeightAveraging(decay=0.5), Normed(), EMAWeightAveraging(decay=0.5))
+
+
+@whole_batches
+def plain_average_without_buffers(run: Run) -> Any:
+    return averaged(run, WeightAveraging(use_buffers=False), Normed(), WeightAveraging(use_buffers=False))
+
+
+class Every(Callback):
+    """Saves after every epoch."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+def resumed(run: Run, make: Any, module: Any = Classifier) -> Any:
+    """Five epochs, then once more from a checkpoint of the second or fourth on."""
+    options = {"max_epochs": 5, "limit_val_batches": 0}
+    trainer = run.trainer(make(), Every(run.folder), **options)
+    trainer.fit(module(), row_loader((8, 5, 8)))
+    found = [weights(trainer)]
+    for epoch in (1, 3):
+        trainer = run.trainer(make(), **options)
+        trainer.fit(module(), row_loader((8, 5, 8)), ckpt_path=run.folder / f"{epoch}.ckpt", weights_only=False)
+        found.append(weights(trainer))
+    return found, OnRankZero(saved(run.folder / "3.ckpt"))
+
+
+def ema_resumed(run: Run) -> Any:
+    return resumed(run, lambda: EMAWeightAveraging(decay=0.5))
+
+
+@core
+def stochastic_weight_averaging(run: Run) -> Any:
+    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Classifier(), None)
+
+
+@whole_batches
+def stochastic_weight_averaging_of_batch_norm(run: Run) -> Any:
+    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Normed(), None)
+
+
+def stochastic_weight_averaging_resumed(run: Run) -> Any:
+    return resumed(run, lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Scheduled)
+
+
+class Scheduled(Classifier):
+    """SWA replaces its scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Backbone(Classifier):
+    """A backbone and a head."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1, 1))
+        self.net = None
+        self.backbone, self.head = (
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))),
+            nn.Linear(WIDTH, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.backbone:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.9)]
+
+
+class UnfreezesByTurns(BaseFinetuning):
+    """Unfreezes two layers of the backbone every epoch, the last ones first."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if 1 <= epoch <= 3:
+            layers = pl_module.backbone[6 - 2 * epoch : 8 - 2 * epoch]
+            self.unfreeze_and_add_param_group(layers, optimizer, lr=0.05 / epoch)
+
+
+@core
+def finetuning(run: Run) -> Any:
+    return resumed(run, UnfreezesByTurns, Backbone)
+
+
+def backbone_finetuning(run: Run) -> Any:
+    module = Backbone()
+    trainer = run.trainer(BackboneFinetuning(unfreeze_backbone_at_epoch=2), max_epochs=4)
+    trainer.fit(module, *(make() for make in LOADERS))
+    return [len(group["params"]) >= 0 for group in trainer.optimizers[0].param_groups], weights(trainer)
+
+
+class Shown(Classifier):
+    """With an example input and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, WIDTH)
+        self.scale = nn.Parameter(torch.ones(CLASSES))
+        self.net[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+
+class Summaries(logging.Handler):
+    """Collects the tables that the model's summary prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tables.append(record.getMessage())
+
+
+def summarized(run: Run, module: LightningModule, **options: Any) -> Any:
+    log, handler = logging.getLogger("lightning.pytorch.callbacks.model_summary"), Summaries()
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        run.trainer(ModelSummary(max_depth=2), enable_model_summary=True, **options).fit(
+            module, *(m() for m in LOADERS)
+        )
+    finally:
+        log.removeHandler(handler)
+    return OnRankZero(handler.tables)
+
+
+def summary_of_the_whole_model(run: Run) -> Any:
+    return summarized(run, Backbone())
+
+
+@core
+def summary_with_an_example_input(run: Run) -> Any:
+    return summarized(run, Shown())
+
+
+class Noted(RichModelSummary):
+    """Keeps what the table is made of."""
+
+    made: Any = None
+
+    def summarize(self, summary_data: Any, total: int, trainable: int, size: float, *args: Any, **kwargs: Any) -> None:
+        type(self).made = summary_data, total, trainable, size, kwargs["total_flops"]
+
+
+def rich_summary_with_an_example_input_in_bf16(run: Run) -> Any:
+    run.trainer(Noted(), enable_model_summary=True, precision="bf16-true", max_steps=0).fit(Shown(), row_loader())
+    return OnRankZero(Noted.made)
+
+
+SCENARIOS = [
+    ema, ema_of_buffers, plain_average_without_buffers, ema_resumed, stochastic_weight_averaging,
+    stochastic_weight_averaging_of_batch_norm, stochastic_weight_averaging_resumed, finetuning, backbone_finetuning,
+    summary_of_the_whole_model, summary_with_an_example_input, rich_summary_with_an_example_input_in_bf16,
+]  # fmt: skip
+outcomes = launched(SCENARIOS)
+
+
+@for_each_strategy(SCENARIOS)
+def test_as_in_one_process(outcomes, scenario, tmp_path):
+    assert_as_in_one_process(scenario, outcomes, tmp_path)
