@@ -87,7 +87,8 @@ class PrunedOptimizer:
         groups = self.optimizer.state_dict()["param_groups"]
         for group, names in zip(groups, self.groups, strict=True):
             group["params"] = [self.number[name] for name in names]
-        return {"state": {i: state for part in parts for i, state in sorted(part.items())}, "param_groups": groups}
+        states = {i: state for part in parts for i, state in part.items()}
+        return {"state": dict(sorted(states.items())), "param_groups": groups}
 
     def load_full_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a one-process state dict.

@@ -108,7 +108,7 @@ def for_each_strategy(scenarios: Sequence[Scenario]) -> Any:
     """Parametrize a test by strategy and scenario: ``outcomes`` of the strategy, and the scenario."""
     pairs = [(entry, scenario) for entry in STRATEGIES for scenario in _of(entry, scenarios)]
     ids = [f"{entry}-{scenario.__name__}" for entry, scenario in pairs]
-    return pytest.mark.parametrize(("outcomes", "scenario"), pairs, ids=ids, indirect=["outcomes"], scope="module")
+    return pytest.mark.parametrize(("outcomes", "scenario"), pairs, ids=ids, indirect=["outcomes"])
 
 
 def _of(entry: Entry, scenarios: Sequence[Scenario]) -> list[Scenario]:

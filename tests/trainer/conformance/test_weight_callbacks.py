@@ -52,28 +52,27 @@ class Normed(Classifier):
         super().__init__(chain(4, between=lambda: nn.BatchNorm1d(WIDTH)))
 
 
-def averaged(run: Run, callback: Callback, module: LightningModule, resumed: Callback, **options: Any) -> Any:
-    """Fit, save in the middle and at the end, and resume from the middle."""
-    trainer = run.trainer(callback, max_epochs=4, **options)
-    loaders = [make() for make in LOADERS]
-    trainer.fit(module, *loaders)
+def averaged(run: Run, callback: Callback, module: LightningModule) -> Any:
+    """Fit, save when fit has ended."""
+    trainer = run.trainer(callback, max_epochs=4)
+    trainer.fit(module, *(make() for make in LOADERS))
     trainer.save_checkpoint(run.folder / "end.ckpt")
-    return weights(trainer), saved(run.folder / "end.ckpt")
+    return weights(trainer), OnRankZero(saved(run.folder / "end.ckpt"))
 
 
 @core
 def ema(run: Run) -> Any:
-    return averaged(run, EMAWeightAveraging(decay=0.5), Classifier(), EMAWeightAveraging(decay=0.5))
+    return averaged(run, EMAWeightAveraging(decay=0.5), Classifier())
 
 
 @whole_batches
 def ema_of_buffers(run: Run) -> Any:
-    return averaged(run, EMAWeightAveraging(decay=0.5), Normed(), EMAWeightAveraging(decay=0.5))
+    return averaged(run, EMAWeightAveraging(decay=0.5), Normed())
 
 
 @whole_batches
 def plain_average_without_buffers(run: Run) -> Any:
-    return averaged(run, WeightAveraging(use_buffers=False), Normed(), WeightAveraging(use_buffers=False))
+    return averaged(run, WeightAveraging(use_buffers=False), Normed())
 
 
 class Every(Callback):
@@ -88,13 +87,13 @@ class Every(Callback):
 
 def resumed(run: Run, make: Any, module: Any = Classifier) -> Any:
     """Five epochs, then once more from a checkpoint of the second or fourth on."""
-    options = {"max_epochs": 5, "limit_val_batches": 0}
-    trainer = run.trainer(make(), Every(run.folder), **options)
-    trainer.fit(module(), row_loader((8, 5, 8)))
+    loaders = [make() for make in LOADERS]
+    trainer = run.trainer(make(), Every(run.folder), max_epochs=5)
+    trainer.fit(module(), *loaders)
     found = [weights(trainer)]
     for epoch in (1, 3):
-        trainer = run.trainer(make(), **options)
-        trainer.fit(module(), row_loader((8, 5, 8)), ckpt_path=run.folder / f"{epoch}.ckpt", weights_only=False)
+        trainer = run.trainer(make(), max_epochs=5)
+        trainer.fit(module(), *loaders, ckpt_path=run.folder / f"{epoch}.ckpt", weights_only=False)
         found.append(weights(trainer))
     return found, OnRankZero(saved(run.folder / "3.ckpt"))
 
@@ -105,12 +104,12 @@ def ema_resumed(run: Run) -> Any:
 
 @core
 def stochastic_weight_averaging(run: Run) -> Any:
-    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Classifier(), None)
+    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Classifier())
 
 
 @whole_batches
 def stochastic_weight_averaging_of_batch_norm(run: Run) -> Any:
-    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Normed(), None)
+    return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Normed())
 
 
 def stochastic_weight_averaging_resumed(run: Run) -> Any:
@@ -144,7 +143,7 @@ class Backbone(Classifier):
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.9)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
 class UnfreezesByTurns(BaseFinetuning):
@@ -195,14 +194,13 @@ class Summaries(logging.Handler):
         self.tables.append(record.getMessage())
 
 
-def summarized(run: Run, module: LightningModule, **options: Any) -> Any:
+def summarized(run: Run, module: LightningModule) -> Any:
     log, handler = logging.getLogger("lightning.pytorch.callbacks.model_summary"), Summaries()
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
-        run.trainer(ModelSummary(max_depth=2), enable_model_summary=True, **options).fit(
-            module, *(m() for m in LOADERS)
-        )
+        trainer = run.trainer(ModelSummary(max_depth=2), enable_model_summary=True)
+        trainer.fit(module, *(make() for make in LOADERS))
     finally:
         log.removeHandler(handler)
     return OnRankZero(handler.tables)
@@ -227,7 +225,11 @@ class Noted(RichModelSummary):
 
 
 def rich_summary_with_an_example_input_in_bf16(run: Run) -> Any:
-    run.trainer(Noted(), enable_model_summary=True, precision="bf16-true", max_steps=0).fit(Shown(), row_loader())
+    module = Shown()
+    module.example_input_array = module.example_input_array.bfloat16()
+    run.trainer(Noted(), enable_model_summary=True, precision="bf16-true", max_steps=0).fit(
+        module, *(make() for make in LOADERS)
+    )
     return OnRankZero(Noted.made)
 
 
