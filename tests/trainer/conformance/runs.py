@@ -25,7 +25,6 @@ from tests.trainer.pipelines import (
     Record,
     Recorder,
     all_metrics,
-    assert_ranks_agree,
     assert_same,
     make_trainer,
 )
@@ -94,25 +93,32 @@ def core(scenario: Scenario) -> Scenario:
     return scenario
 
 
-def launched(scenarios: Sequence[Scenario]) -> Any:
-    """A fixture: the outcomes of a strategy's scenarios, by name, a list with one for each rank."""
+class Suite:
+    """Scenarios that share a launch: it runs when the first of them is asked for, once for each strategy."""
 
-    @pytest.fixture(scope="module")
-    def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-        return run_scenarios(_of(request.param, scenarios), request.param, tmp_path_factory.mktemp("ranks"))
+    def __init__(self, *scenarios: Scenario) -> None:
+        self.scenarios = scenarios
+        self._outcomes: dict[str, Any] = {}
 
-    return outcomes
+    def of(self, entry: Entry) -> list[Scenario]:
+        return [scenario for scenario in self.scenarios if hasattr(scenario, "core") or not entry.core]
 
+    def for_each_strategy(self, test: Callable[..., None]) -> Any:
+        """Parametrize a test by ``entry`` and ``scenario``."""
+        pairs = [(entry, scenario) for entry in STRATEGIES for scenario in self.of(entry)]
+        ids = [f"{entry}-{scenario.__name__}" for entry, scenario in pairs]
+        return pytest.mark.parametrize(("entry", "scenario"), pairs, ids=ids)(test)
 
-def for_each_strategy(scenarios: Sequence[Scenario]) -> Any:
-    """Parametrize a test by strategy and scenario: ``outcomes`` of the strategy, and the scenario."""
-    pairs = [(entry, scenario) for entry in STRATEGIES for scenario in _of(entry, scenarios)]
-    ids = [f"{entry}-{scenario.__name__}" for entry, scenario in pairs]
-    return pytest.mark.parametrize(("outcomes", "scenario"), pairs, ids=ids, indirect=["outcomes"])
-
-
-def _of(entry: Entry, scenarios: Sequence[Scenario]) -> list[Scenario]:
-    return [s for s in scenarios if hasattr(s, "core") or not entry.core]
+    def check(self, entry: Entry, scenario: Scenario, folder: Path) -> None:
+        """Every rank returned what one process returns, and every fit was that of one process."""
+        if entry.name not in self._outcomes:
+            try:
+                self._outcomes[entry.name] = run_scenarios(self.of(entry), entry, folder)
+            except BaseException as error:
+                self._outcomes[entry.name] = error
+        if isinstance(self._outcomes[entry.name], BaseException):
+            raise self._outcomes[entry.name]
+        assert_as_in_one_process(scenario, self._outcomes[entry.name][scenario.__name__], folder / "one")
 
 
 def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> dict[str, list[Outcome]]:
@@ -140,19 +146,20 @@ def _run(scenario: Scenario, entry: Entry | None, folder: Path) -> Outcome:
         raise
 
 
-def assert_as_in_one_process(scenario: Scenario, outcomes: Mapping[str, list[Outcome]], folder: Path) -> None:
-    """Every rank returned what one process returns, and every fit was that of one process."""
+def assert_as_in_one_process(scenario: Scenario, outcomes: Sequence[Outcome], folder: Path) -> None:
+    """What the ranks returned and recorded, beside the same scenario in one process."""
+    folder.mkdir()
     expected, reference = _run(scenario, None, folder)
     tolerance = getattr(scenario, "tolerance", None)
-    for rank, (value, _) in enumerate(outcomes[scenario.__name__]):
+    for rank, (value, _) in enumerate(outcomes):
         assert_alike(value, expected, tolerance or LOSS, f"rank {rank}", rank)
-    by_trainer = zip(*(records for _, records in outcomes[scenario.__name__]), strict=True)
+    by_trainer = zip(*(records for _, records in outcomes), strict=True)
     for records, theirs in zip(by_trainer, reference, strict=True):
-        assert_ranks_agree(records) if records[0].losses else None
         if theirs.losses:
             assert_same(records, theirs, tolerance or LOSS, tolerance or WEIGHTS)
         else:
-            assert_alike([r.final for r in records], [theirs.final] * len(records), tolerance or LOSS, "metrics")
+            finals = [record.final for record in records]
+            assert_alike(finals, [theirs.final] * len(records), tolerance or LOSS, "metrics")
 
 
 def assert_alike(ours: Any, theirs: Any, tolerance: Mapping[str, float], where: str, rank: int = 0) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from tests.trainer.conformance.runs import OnRankZero, Run, assert_as_in_one_process, core, for_each_strategy, launched
+from tests.trainer.conformance.runs import OnRankZero, Run, Suite, core
 from tests.trainer.modules import Classifier, row_dataset, row_loader
 
 RAGGED = (8, 5, 8, 3, 8, 1)
@@ -190,14 +190,13 @@ def loaders_made_anew(run: Run) -> Any:
     return trainer.global_step
 
 
-SCENARIOS = [
+suite = Suite(
     fit_with_sanity_check, validation_between_steps, validate_and_test, predict_rows_once_and_in_order,
     prediction_writer, fast_dev_run, overfit_batches, limits, limited_by_steps_and_epochs, fit_twice, fit_test_predict,
     several_validation_loaders, several_training_loaders, loaders_made_anew,
-]  # fmt: skip
-outcomes = launched(SCENARIOS)
+)  # fmt: skip
 
 
-@for_each_strategy(SCENARIOS)
-def test_as_in_one_process(outcomes, scenario, tmp_path):
-    assert_as_in_one_process(scenario, outcomes, tmp_path)
+@suite.for_each_strategy
+def test_as_in_one_process(entry, scenario, tmp_path):
+    suite.check(entry, scenario, tmp_path)

@@ -17,15 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from tests.trainer.conformance.runs import (
-    OnRankZero,
-    Run,
-    assert_as_in_one_process,
-    core,
-    for_each_strategy,
-    launched,
-    whole_batches,
-)
+from tests.trainer.conformance.runs import OnRankZero, Run, Suite, core, whole_batches
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
 
 LOADERS = (lambda: row_loader((8, 5, 8)), lambda: row_loader((5, 8)))
@@ -233,14 +225,13 @@ def rich_summary_with_an_example_input_in_bf16(run: Run) -> Any:
     return OnRankZero(Noted.made)
 
 
-SCENARIOS = [
+suite = Suite(
     ema, ema_of_buffers, plain_average_without_buffers, ema_resumed, stochastic_weight_averaging,
     stochastic_weight_averaging_of_batch_norm, stochastic_weight_averaging_resumed, finetuning, backbone_finetuning,
     summary_of_the_whole_model, summary_with_an_example_input, rich_summary_with_an_example_input_in_bf16,
-]  # fmt: skip
-outcomes = launched(SCENARIOS)
+)  # fmt: skip
 
 
-@for_each_strategy(SCENARIOS)
-def test_as_in_one_process(outcomes, scenario, tmp_path):
-    assert_as_in_one_process(scenario, outcomes, tmp_path)
+@suite.for_each_strategy
+def test_as_in_one_process(entry, scenario, tmp_path):
+    suite.check(entry, scenario, tmp_path)
