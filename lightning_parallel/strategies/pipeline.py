@@ -290,9 +290,18 @@ class PipelineStrategy(MeshStrategy):
         step = TrainerStep(self, kind, batch, args, sizes)
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
-        if step.index == 0 and self.num_stages > 1:
-            self.pipeline.check_same("logged", {k: float(v) for k, v in step.module.trainer.callback_metrics.items()})
+        if step.index == 0:
+            self._check_logged()
         return step.run()
+
+    def _check_logged(self) -> None:
+        """Compare what was logged: callbacks act on it. Hooks may have logged what steps left on rank 0 alone."""
+        assert self.lightning_module is not None
+        if self.num_stages > 1:
+            logged = self.lightning_module.trainer.callback_metrics
+            self.pipeline.check_same("logged", {name: float(value) for name, value in logged.items()})
+
+    on_train_end = on_validation_end = on_test_end = _check_logged
 
     def _sizes(self, batch: Any) -> list[int]:
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
