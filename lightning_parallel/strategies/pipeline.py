@@ -38,7 +38,7 @@ from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.holders import catch_up, cut_copies, tell_whole_groups
 from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.refusals import refuse_unsupported
+from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader
 
@@ -210,6 +210,7 @@ class PipelineStrategy(MeshStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""
         super().setup_optimizers(trainer)
+        refuse_optimizers(self)
         agree = partial(self.pipeline.check_same, "groups")
         self._pruned = {id(opt): PrunedOptimizer(opt, self.pipeline.table, agree) for opt in self.optimizers}
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from tests.harness import free_port, run_ranks
@@ -69,6 +71,25 @@ class Run:
         for trainer, record in self.made:
             record.final = all_metrics(trainer)
         return [record for _, record in self.made]
+
+
+class Memory(Logger):
+    """A logger that keeps what it is given; Lightning calls it on rank 0."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.parameters: dict[str, Any] = {}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step or 0, metrics))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters = dict(params)
 
 
 def whole_batches(scenario: Scenario) -> Scenario:
