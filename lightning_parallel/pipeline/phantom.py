@@ -25,6 +25,7 @@ from lightning_parallel.pipeline import foreach
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _inferred: dict[Any, Tensor] = {}
 _shapes_only = [False]
 # Types of arguments that neither are nor hold Phantoms.
@@ -35,7 +36,8 @@ _OF_PARAMETER = {
     *("is_floating_point", "is_complex", "is_contiguous"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),  # optimizers that make their state at construction
     "copy_",  # into a stand-in: the stage that holds the data does it for real
-    "_has_compatible_shallow_copy_type",  # `module.to`
+    *("_has_compatible_shallow_copy_type", "to", "cpu", "cuda"),  # `module.to`
+    *("type", "double", "float", "half", "bfloat16"),
 }
 
 
@@ -144,10 +146,10 @@ class ForeignParameter(Phantom):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_GRADIENT and isinstance(args[0], ForeignParameter) and args[0].has_gradient:
             return ForeignGradient(args[0].meta, args[0].device, f"the gradient of {args[0].origin}")
+        if func == _SET_DATA and isinstance(args[0], ForeignParameter) and isinstance(args[1], Phantom):
+            args[0].meta = args[1].meta  # `module.to` gave it another dtype
         if func == torch.equal:  # of parameters it is asked whether they are the same one
             return args[0] is args[1]
-        if func == Tensor.to and isinstance(args[0], ForeignParameter) and _keeps_dtype(args, kwargs or {}):
-            return args[0]  # there is nothing to move
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -187,12 +189,6 @@ def phantoms_in(tree: Any) -> list[Phantom]:
 def with_values(tree: Any) -> Any:
     """Nested tuples, lists and dicts with every bound Phantom replaced by its value."""
     return tree_map_only(Phantom, bound, tree)
-
-
-def _keeps_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `to` asks for the dtype that there is."""
-    dtypes = [x.dtype if isinstance(x, Tensor) else x for x in (*args[1:], *kwargs.values())]
-    return all(x == args[0].dtype for x in dtypes if isinstance(x, torch.dtype))
 
 
 def _infer(func: Any, args: Any, kwargs: Any) -> Any:
