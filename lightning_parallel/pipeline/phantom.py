@@ -259,13 +259,13 @@ def _refuse_reshape(func: Any, written: Phantom, result: Any) -> None:
 
 
 def _unread(x: Phantom, what: str) -> str:
-    if isinstance(x, ForeignGradient):
+    if isinstance(x, ForeignGradient) or x.origin.startswith("the gradient of"):  # or what was computed from one
         return (
             f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...)"
             " or Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this"
             " rank holds."
         )
-    if isinstance(x, ForeignParameter):
+    if isinstance(x, ForeignParameter) or x.origin.startswith("parameter `"):
         return (
             f"The step uses {x.origin}, which this stage does not hold: {what}. Compute such a term from a module's own"
             " forward, tie the parameter to a module of this stage, or use the optimizer's weight_decay."

@@ -46,7 +46,55 @@ class Entry:
 PIPELINE: dict[str, Any] = {
     "options": {"num_microbatches": 4},
     "whole_batches": {"num_microbatches": 1},
-    "refuses": {},
+    "refuses": {
+        "manual_optimization": (
+            "PipelineStrategy runs a step's backwards inside its schedule and cannot run manual optimization. Set"
+            " self.automatic_optimization = True and move what follows the loss into hooks."
+        ),
+        "overridden_backward": (
+            "OwnBackward overrides backward, which PipelineStrategy never calls: the backwards run inside the schedule."
+            " Remove the override; on_before_backward and on_after_backward are called as ever."
+        ),
+        "optimizer_that_runs_its_closure_again": (
+            "PipelineStrategy got an LBFGS, whose step takes products over all parameters and decides by the loss how"
+            " often to run the step; each rank holds the parameters of its own stage. Use an optimizer that treats each"
+            " parameter by itself (SGD, Adam, ...)."
+        ),
+        "step_on_an_iterator": (
+            "PipelineStrategy cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the"
+            " batch."
+        ),
+        "step_that_returns_none": (
+            "The step ended on stage 0 without calling `net.7`, the first block of stage 1. A step must call every"
+            " block, in order; use fewer stages or other blocks=. To skip a batch, return 0 * its loss in place of"
+            " None."
+        ),
+        "norms_of_all_gradients": (
+            "which this stage does not hold: `float` reads its data. Clip with self.clip_gradients(...) or Trainer(gradient_clip_val=...), which count"
+            " every stage; take norms over parameters whose grad this rank holds."
+        ),
+        "clipping_without_lightning": (
+            "which this stage does not hold: `linalg_vector_norm` uses it outside its module. Clip with self.clip_gradients(...) or"
+        ),
+        "penalty_over_all_parameters": (
+            "The step uses parameter `net.0.weight` of stage 0, which this stage does not hold: `square` uses it"
+            " outside its module. Compute such a term from a module's own forward, tie the parameter to a module of"
+            " this stage, or use the optimizer's weight_decay."
+        ),
+        "model_called_twice": (
+            "Module `net.0` (stage 0) is called a second time in one step. The pipeline strategy runs each module once"
+            " a step: join the inputs and call it once, or train with one stage."
+        ),
+        "batch_size_finder": (
+            "PipelineStrategy cannot run the batch size finder (Tuner.scale_batch_size, BatchSizeFinder): it tries"
+            " sizes until a process runs out of memory, and each process saves and restores alone. Set the batch size,"
+            " and num_microbatches so that a micro-batch fits."
+        ),
+        "summary_of_a_model_that_reads_data": (
+            "The model's summary runs example_input_array through the model, of which a rank holds one stage, on shapes"
+            " alone, and the model reads data on its way: "
+        ),
+    },
 }
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
