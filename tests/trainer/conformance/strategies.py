@@ -70,11 +70,13 @@ PIPELINE: dict[str, Any] = {
             " None."
         ),
         "norms_of_all_gradients": (
-            "which this stage does not hold: `float` reads its data. Clip with self.clip_gradients(...) or Trainer(gradient_clip_val=...), which count"
+            "which this stage does not hold: `float` reads its data. Clip with self.clip_gradients(...) or"
+            " Trainer(gradient_clip_val=...), which count"
             " every stage; take norms over parameters whose grad this rank holds."
         ),
         "clipping_without_lightning": (
-            "which this stage does not hold: `linalg_vector_norm` uses it outside its module. Clip with self.clip_gradients(...) or"
+            "which this stage does not hold: `linalg_vector_norm` uses it outside its module. Clip with"
+            " self.clip_gradients(...) or"
         ),
         "penalty_over_all_parameters": (
             "The step uses parameter `net.0.weight` of stage 0, which this stage does not hold: `square` uses it"

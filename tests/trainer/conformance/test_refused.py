@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -167,7 +168,10 @@ def test_refused_in_words_or_as_in_one_process(entry: Entry, scenario: Callable[
     assert words in f"{caught.value}\n{caught.value.__cause__}"
 
 
-def test_every_refusal_in_the_table_is_tried():
+def test_the_table_is_whole():
+    """Every strategy string of this library is in the table, and every refusal that the table names is tried."""
+    ours = {name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_p")}
+    assert ours == {entry.name for entry in STRATEGIES}
     known = {scenario.__name__ for scenario in REFUSED}
     assert all(entry.refuses.keys() <= known for entry in STRATEGIES)
 

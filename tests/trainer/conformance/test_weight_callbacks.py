@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.trainer.conformance.runs import OnRankZero, Run, Suite, core, whole_batches
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
+from tests.trainer.pipelines import Case, failure_of
 
 LOADERS = (lambda: row_loader((8, 5, 8)), lambda: row_loader((5, 8)))
 
@@ -235,3 +236,18 @@ suite = Suite(
 @suite.for_each_strategy
 def test_as_in_one_process(entry, scenario, tmp_path):
     suite.check(entry, scenario, tmp_path)
+
+
+class Unlike(UnfreezesByTurns):
+    """Unfreezes other layers on other ranks."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            layers = pl_module.backbone[4:] if pl_module.trainer.is_global_zero else pl_module.backbone[2:]
+            self.unfreeze_and_add_param_group(layers, optimizer)
+
+
+def test_groups_that_differ_between_ranks_are_refused():
+    case = Case(Backbone, row_loader, trainer={"max_epochs": 2, "callbacks": lambda: [Unlike()]})
+    text = "The ranks added different parameters to group 1 of SGD (rank 1 unlike rank 0). Add the same on every rank;"
+    assert text in failure_of(case)
