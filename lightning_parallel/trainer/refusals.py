@@ -45,6 +45,13 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             f"{type(module).__name__} overrides backward, which {name} never calls: the backwards run inside the"
             " schedule. Remove the override; on_before_backward and on_after_backward are called as ever."
         )
+    if module.example_input_array is not None and any(
+        getattr(logger, "_log_graph", False) for logger in trainer.loggers
+    ):
+        raise ValueError(
+            "A logger with log_graph=True traces the whole model, of which a process holds one stage under"
+            f" {name}. Leave log_graph out, and log the graph in one process."
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
             f"{name} cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the batch."

@@ -92,6 +92,10 @@ PIPELINE: dict[str, Any] = {
             " sizes until a process runs out of memory, and each process saves and restores alone. Set the batch size,"
             " and num_microbatches so that a micro-batch fits."
         ),
+        "graph_of_the_model": (
+            "A logger with log_graph=True traces the whole model, of which a process holds one stage under"
+            " PipelineStrategy. Leave log_graph out, and log the graph in one process."
+        ),
         "summary_of_a_model_that_reads_data": (
             "The model's summary runs example_input_array through the model, of which a rank holds one stage, on shapes"
             " alone, and the model reads data on its way: "

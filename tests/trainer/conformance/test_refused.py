@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
@@ -134,11 +135,17 @@ def batch_size_finder(run: Run) -> Any:
     Tuner(run.trainer()).scale_batch_size(Sized(), max_trials=2)
 
 
-class ReadsItsExample(Classifier):
+class WithAnExample(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.example_input_array = torch.zeros(2, WIDTH)
 
+
+def graph_of_the_model(run: Run) -> Any:
+    fit(run, WithAnExample(), logger=TensorBoardLogger(run.folder, log_graph=True))
+
+
+class ReadsItsExample(WithAnExample):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.net[:15](x)
         return self.net[15:](hidden if bool(hidden.sum() > 0) else -hidden)
@@ -151,7 +158,7 @@ def summary_of_a_model_that_reads_data(run: Run) -> Any:
 REFUSED = [
     manual_optimization, overridden_backward, optimizer_that_runs_its_closure_again, step_on_an_iterator,
     step_that_returns_none, norms_of_all_gradients, clipping_without_lightning, penalty_over_all_parameters,
-    model_called_twice, batch_size_finder, summary_of_a_model_that_reads_data,
+    model_called_twice, batch_size_finder, graph_of_the_model, summary_of_a_model_that_reads_data,
 ]  # fmt: skip
 
 
