@@ -1,7 +1,7 @@
 """Ours through Trainer.fit against torch.distributed.pipelining in a bare loop, same model, same GPUs, one run.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline_gpu.py
-        [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20]
+        [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20] [--trace FOLDER]
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches; one stage a GPU. First, with a small
 model, losses are compared with one process. Beside the ratio: what one stage computes with nobody to wait for, times
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pairs import Interleave, synchronize
 from benchmarks.torch_stage import TorchStage, token_loss
+from lightning_parallel.callbacks import TimelineExporter
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.strategies import PipelineStrategy
 
@@ -173,7 +174,12 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
             dist.all_reduce(bytes_, dist.ReduceOp.MAX)
             peaks.extend(bytes_.tolist())
 
-    trainer(world, pairs.steps, "bf16-true", strategy, [peak, pairs, Limit()]).fit(model, loader)
+    exporter = (
+        [TimelineExporter(Path(args.trace) / f"{schedule}_{rows}x{length}", every_n_steps=pairs.steps - 2)]
+        if args.trace
+        else []
+    )
+    trainer(world, pairs.steps, "bf16-true", strategy, [peak, pairs, Limit(), *exporter]).fit(model, loader)
     if int(os.environ["RANK"]) == 0:
         bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
         print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))
@@ -184,6 +190,15 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         )
     del model, pairs
     torch.cuda.empty_cache()
+
+
+def bind_to_cores() -> None:
+    """Give each rank of this host cores of its own: threads that move between cores scatter host-bound times."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
+    first = share * int(os.environ["LOCAL_RANK"])
+    if share > 1:
+        os.sched_setaffinity(0, cores[first : first + share])
 
 
 def check_parity(world: int) -> None:
@@ -233,11 +248,13 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--receive-ahead", type=int, default=None)
+    parser.add_argument("--trace", help="folder for pictures and Perfetto traces of our steps")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     world = int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    bind_to_cores()
     if int(os.environ["RANK"]) == 0:
         print(
             f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
+    from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor, TimelineExporter
+    from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
@@ -24,11 +25,13 @@ _HOMES = {
     "Action": "pipeline.schedule",
     "BubbleMonitor": "callbacks",
     "Costs": "pipeline.simulator",
+    "MemoryMonitor": "callbacks",
     "PipelineStrategy": "strategies",
     "Schedule": "pipeline.schedule",
     "StageError": "errors",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
+    "load_weights": "checkpoint",
     "make_schedule": "pipeline.schedules:make",
     "simulate": "pipeline.simulator",
 }
@@ -37,11 +40,13 @@ __all__ = [
     "Action",
     "BubbleMonitor",
     "Costs",
+    "MemoryMonitor",
     "PipelineStrategy",
     "Schedule",
     "StageError",
     "Timeline",
     "TimelineExporter",
+    "load_weights",
     "make_schedule",
     "simulate",
 ]

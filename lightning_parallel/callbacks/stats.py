@@ -21,6 +21,10 @@ class PipelineStats(Protocol):
     def row_ranks(self) -> tuple[int, ...]:
         """Global rank of each row of the schedule."""
 
+    @property
+    def latest(self) -> Schedule:
+        """What the ranks ran in the newest training step: fewer micro-batches where its batch was short."""
+
     def trace(self) -> StepTrace | None:
         """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
 
@@ -39,6 +43,11 @@ def require_stats(trainer: Trainer, callback: object) -> None:
             f"{type(callback).__name__} measures a pipeline, and the Trainer uses {type(trainer.strategy).__name__}, "
             f'which has none. Use Trainer(strategy="pipeline_1f1b", ...), or remove the callback.'
         )
+
+
+def runs_pipeline(trainer: Trainer) -> bool:
+    """Whether the trainer's strategy has pipeline statistics."""
+    return getattr(trainer.strategy, "stats", None) is not None
 
 
 def stats_of(trainer: Trainer) -> PipelineStats:
@@ -70,3 +79,8 @@ class EveryNSteps:
             return False
         self._seen = step
         return step % every_n_steps == 0
+
+    def is_coming(self, step: int, default: int, ahead: int = 1) -> bool:
+        """Whether it will say yes within the next ``ahead`` optimizer steps after ``step``; asks without counting."""
+        every_n_steps = self.every_n_steps or default
+        return every_n_steps >= 1 and step // every_n_steps < (step + ahead) // every_n_steps

@@ -13,6 +13,7 @@ COMMANDS = {
     "validate": "run its validation loop",
     "test": "run its test loop",
     "predict": "run its predict loop",
+    "consolidate": "make one checkpoint file of a sharded checkpoint's folder",
     "schedule": "print, draw, cost or export a pipeline schedule; no model needed",
 }
 
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(_unknown(command), file=sys.stderr)
         return 2
+    if command == "consolidate":
+        return _consolidate(arguments[1:])
     return _schedule(arguments[1:]) if command == "schedule" else _trainer(arguments)
 
 
@@ -59,6 +62,12 @@ def _schedule(arguments: list[str]) -> int:
     from lightning_parallel.cli import schedule_command
 
     return schedule_command.main(arguments)
+
+
+def _consolidate(arguments: list[str]) -> int:
+    from lightning_parallel.cli import consolidate_command
+
+    return consolidate_command.main(arguments)
 
 
 def _trainer(arguments: list[str]) -> int:
@@ -70,7 +79,7 @@ def _trainer(arguments: list[str]) -> int:
 def _help() -> str:
     from lightning_parallel.cli import trainer_cli
 
-    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())
     return HELP.format(commands=commands, names=trainer_cli.describe_names())
 
 

@@ -9,35 +9,38 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
+from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
-from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import Cut
+from lightning_parallel.pipeline.stage import Cut, Recompute
 
 _DIFFERENT = {
     "batch": (
-        "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank 0). All stages need the"
-        " same rows: seed shuffling and augmentation alike (seed_everything(seed, workers=True)), draw no random"
+        "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank {first}). All stages need"
+        " the same rows: seed shuffling and augmentation alike (seed_everything(seed, workers=True)), draw no random"
         " numbers on one rank only, and use no DistributedSampler of your own."
     ),
     "logged": (
-        "The ranks logged different values of {name!r} (rank {ranks} unlike rank 0), so schedulers and callbacks that"
-        " watch it would part. Steps run to their end on rank 0 only: what a hook computes from lists or counters that"
-        " steps filled is right there only. Log it in the step, or use a torchmetrics object."
+        "The ranks logged different values of {name!r} (rank {ranks} unlike rank {first}), so schedulers and callbacks"
+        " that watch it would part. Steps run to their end on rank 0 only: what a hook computes from lists or counters"
+        " that steps filled is right there only. Log it in the step, or use a torchmetrics object."
     ),
     "groups": (
         "The ranks added different parameters to {name} (rank {ranks} unlike rank 0). Add the same on every rank; where"
@@ -52,12 +55,15 @@ class Pipeline:
 
     Args:
         model: the whole model, real or built under `without_memory`; this rank's part of it stays, the rest is freed.
-        ranks: the global rank of each stage; all of the default group's ranks.
+        copies: for every copy of the model (along the data axis) the global rank of each stage.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
         dynamic_shapes: see `Departure`.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
+        recompute: see `Cut`.
+        group: the ranks of this copy; None: the default group's.
+        data_group: the ranks of this stage in all copies; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
 
@@ -68,26 +74,33 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        ranks: Sequence[int],
+        copies: Sequence[Sequence[int]],
         device: torch.device,
         *,
+        group: Any = None,
+        data_group: Any = None,
         blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        recompute: Recompute = "none",
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
-        self.model, self.ranks, self.device, self.waiting = model, tuple(ranks), device, waiting
-        self.rank = dist.get_rank()
+        self.model, self.device, self.waiting, self._group = model, device, waiting, group
+        self.rank, self._copies = dist.get_rank(), [tuple(ranks) for ranks in copies]
+        self.copy = next(i for i, ranks in enumerate(self._copies) if self.rank in ranks)
+        self.ranks = self._copies[self.copy]
         self.stage = self.ranks.index(self.rank)
+        self.data = DataAxis([ranks[self.stage] for ranks in self._copies], data_group, waiting)
         layout = lay_out(model, len(self.ranks), blocks, partition, stages)
         self.table = ParameterTable(model, layout, self.stage)
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(device)
         self.table.materialize(device, seed)
+        load_noted(model)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in model.parameters() if isinstance(parameter, ForeignParameter)]
         self.gradients = FreshGradients([parameter for _, parameter in self.own])
@@ -95,14 +108,14 @@ class Pipeline:
         self.to_device(device)
         self._groups = self._open_groups()
         self._equalize_shared()
-        self.streams = RandomStreams(seed, device)
-        self.cut = Cut(model, layout, device, self.streams)
+        self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
+        self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
+        self.cut = Cut(model, layout, device, self.streams, recompute, self.stage)
         self.clock = make_clock(device)
         arrival, departure = self._open_boundaries(dynamic_shapes, waiting)
         self._news = {
-            rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + rank, device, waiting=waiting)
-            for rank in range(self.num_stages)
-            if rank != self.ranks[-1]
+            rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + stage, device, waiting=waiting)
+            for stage, rank in enumerate(self.ranks[:-1])
         }
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
@@ -122,6 +135,10 @@ class Pipeline:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and not isinstance(buffer, Phantom):
                     module._buffers[name] = buffer.to(device)
+
+    def own_buffers(self) -> list[Tensor]:
+        """The buffers that this rank holds."""
+        return [buffer for buffer in self.model.buffers() if not buffer.is_meta and not isinstance(buffer, Phantom)]
 
     def close(self) -> None:
         """Give the modules their classes back."""
@@ -144,11 +161,21 @@ class Pipeline:
         """
         if self.num_stages == 1:
             return
-        everyone = self.all_gather({name: _digest(value) for name, value in values.items()})
+        everyone, ranks = self.all_gather({name: _digest(value) for name, value in values.items()}), sorted(self.ranks)
         for name, mine in everyone[0].items():
-            others = [str(rank) for rank, theirs in enumerate(everyone) if theirs.get(name, mine) != mine]
+            others = [str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, mine) != mine]
             if others:
-                raise ValueError(_DIFFERENT[what].format(name=name, ranks=", ".join(others)))
+                raise ValueError(_DIFFERENT[what].format(name=name, ranks=", ".join(others), first=ranks[0]))
+
+    def check_heard(self, what: str, mine: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        """Does this rank hold what the loss stage told? Names that only one of them has are not compared.
+
+        Raises:
+            ValueError: it does not.
+        """
+        for name, value in told.items():
+            if repr(mine.get(name, value)) != repr(value):
+                raise ValueError(_DIFFERENT[what].format(name=name, ranks=self.rank, first=min(self.ranks)))
 
     # -- collectives over the stages -----------------------------------------------------------------------------------
 
@@ -156,7 +183,7 @@ class Pipeline:
         """Give every stage the loss stage's tensor, in place."""
         if self.num_stages > 1:
             with self.waiting("a value of the loss stage"):
-                dist.broadcast(tensor, self.ranks[-1])
+                dist.broadcast(tensor, self.ranks[-1], group=self._group)
 
     def tell(self, value: Any) -> None:
         """Send an object from the loss stage to every other rank over the host, without waiting."""
@@ -176,7 +203,7 @@ class Pipeline:
         """Sum over all stages, in place."""
         if self.num_stages > 1:
             with self.waiting("the other stages, to add up a value"):
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self._group)
 
     def all_reduce_over(self, tensor: Tensor, stages: Sequence[int]) -> None:
         """Sum over the stages that share a parameter, in place."""
@@ -201,12 +228,12 @@ class Pipeline:
         sum_shared_gradients(self.table, used, gradients, self.all_reduce_over)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's object, in the order of global ranks, over the host."""
+        """The object of every rank of this copy, in the order of global ranks, over the host."""
         if self.num_stages == 1:
             return [value]
         box: list[Any] = [None] * self.num_stages
         with self.waiting("the other stages, to compare notes"):
-            dist.all_gather_object(box, value)
+            dist.all_gather_object(box, value, group=self._group)
         return box
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -215,8 +242,8 @@ class Pipeline:
             return [value]
         box: list[Any] | None = [None] * self.num_stages if self.rank == self.ranks[-1] else None
         with self.waiting("the other stages, to gather the model's state"):
-            dist.gather_object(value, box, dst=self.ranks[-1])
-        return None if box is None else [box[rank] for rank in self.ranks]
+            dist.gather_object(value, box, dst=self.ranks[-1], group=self._group)
+        return None if box is None else [box[sorted(self.ranks).index(rank)] for rank in self.ranks]
 
     # -- putting it together -------------------------------------------------------------------------------------------
 
@@ -230,16 +257,19 @@ class Pipeline:
             )
 
     def _agree_on_seed(self) -> int:
+        """A seed that all ranks of all copies have."""
         seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
         self.broadcast(seed)
+        self.data.equalize([seed])
         return int(seed)
 
     def _open_groups(self) -> dict[tuple[int, ...], Any]:
-        """A group for each set of stages that shares a parameter; all ranks open all of them in one order."""
-        return {
-            stages: dist.new_group([self.ranks[s] for s in stages])
-            for stages in sorted({entry.stages for entry in self.table.shared()})
-        }
+        """A group for each set of stages that shares a parameter; all ranks open all copies' in one order."""
+        groups = {}
+        for stages in sorted({entry.stages for entry in self.table.shared()}):
+            opened = [dist.new_group([ranks[s] for s in stages]) for ranks in self._copies]
+            groups[stages] = opened[self.copy]
+        return groups
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""
@@ -249,14 +279,14 @@ class Pipeline:
 
     def _open_boundaries(self, dynamic_shapes: bool, waiting: Waiting) -> tuple[Arrival | None, Departure | None]:
         arrival, departure = None, None
-        for stage in range(self.num_stages - 1):
-            here, there = self.ranks[stage], self.ranks[stage + 1]
-            forward = self._open_channel(here, there, 2 * stage, waiting)
-            backward = self._open_channel(there, here, 2 * stage + 1, waiting)
-            if stage == self.stage:
-                departure = Departure(stage, forward, backward, dynamic_shapes)
-            if stage + 1 == self.stage:
-                arrival = Arrival(stage + 1, forward, backward, dynamic_shapes)
+        for copy, ranks in enumerate(self._copies):
+            for stage, (here, there) in enumerate(pairwise(ranks)):
+                forward = self._open_channel(here, there, 2 * stage, waiting)
+                backward = self._open_channel(there, here, 2 * stage + 1, waiting)
+                if (copy, stage) == (self.copy, self.stage):
+                    departure = Departure(stage, forward, backward, dynamic_shapes)
+                if (copy, stage + 1) == (self.copy, self.stage):
+                    arrival = Arrival(stage + 1, forward, backward, dynamic_shapes)
         return arrival, departure
 
     def _open_channel(self, source: int, target: int, tag: int, waiting: Waiting) -> Channel:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.stage import Cut
 
 
 class _Sums:
@@ -42,26 +43,33 @@ class _Sums:
 
 
 class DeferredBatchNorm:
-    """The BatchNorms of a model with their running statistics deferred to the end of a step."""
+    """The BatchNorms of a model with their running statistics deferred to the end of a step.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model.
+        cut: what knows whether a micro-batch is running once more.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        self._cut = cut
         self._modules = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
         ]
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:
-        """One training step; with a single micro-batch the modules are left to themselves."""
+        """One training step; with a single micro-batch that runs once the modules are left to themselves."""
         tracking = [
             m for m in self._modules
             if m.training and m.track_running_stats and m.running_mean is not None
             and not isinstance(m.running_mean, Phantom)
         ]  # fmt: skip
-        if num_microbatches == 1 or not tracking:
+        once = num_microbatches == 1 and not self._cut.recomputes
+        if once or not tracking:
             yield
             return
         sums = {m: _Sums() for m in tracking}
-        hooks = [m.register_forward_pre_hook(_gather(sums[m])) for m in tracking]
+        hooks = [m.register_forward_pre_hook(self._gather(sums[m])) for m in tracking]
         for module in tracking:
             module.track_running_stats = False
         try:
@@ -76,12 +84,12 @@ class DeferredBatchNorm:
                 if sums[module].count:
                     sums[module].update(module)
 
+    def _gather(self, sums: _Sums) -> Any:
+        """A pre-hook that adds what a module sees, but not what it sees again (in or before a backward)."""
 
-def _gather(sums: _Sums) -> Any:
-    """A pre-hook that skips Phantoms and the recomputation of activation checkpointing (run inside a backward)."""
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            again = self._cut.active is not None and self._cut.active.again
+            if module.training and not again and torch._C._current_autograd_node() is None:
+                sums.add(args[0])
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and torch._C._current_autograd_node() is None:
-            sums.add(args[0])
-
-    return hook
+        return hook

@@ -9,6 +9,7 @@ rank, split backwards (I, W), updates inside a schedule; a schedule that has the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,11 @@ class _Held:
     departure: Contract | None = None
     edges: dict[int, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
+    again: bool = False  # the forward has to run again before its backward
+
+    def roots(self) -> Sequence[Any]:
+        """Where the backward begins."""
+        return [self.loss] if self.departure is None else [self.edges[p] for p in self.departure.with_gradient()]
 
 
 class Engine:
@@ -192,14 +198,21 @@ class Engine:
         values, units = inbox.values if inbox else {}, contract.units if contract else {}
         if self.keep_received:
             self.received[m] = ({position: value.detach().clone() for position, value in values.items()}, units)
-        run = StageRun(self.cut, self.stage, m, key, values, units, learn)
-        result = run.forward(work.steps[m])
+        twice = self.cut.recompute_stage and training and not learn
+        if twice:  # the first run may write into what came in
+            values = {position: value.detach().clone() for position, value in values.items()}
+        with torch.no_grad() if twice else nullcontext():
+            run = StageRun(self.cut, self.stage, m, key, values, units, learn)
+            result = run.forward(work.steps[m])
         if self.arrival is not None and contract is not None:
             self.arrival.answer(run, contract)
         held = _Held(run, inbox, contract)
         if self.departure is not None:
             held.departure = self.departure.send(run, signature)
-            self._keep_edges(held)
+            if twice:
+                run.outputs, held.again = None, True
+            else:
+                self._keep_edges(held)
         else:
             held.loss = work.loss_of(result) if work.loss_of is not None else None
             self._results[m] = tree_map_only(Tensor, Tensor.detach, result)
@@ -229,23 +242,33 @@ class Engine:
     def _backward(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         m = action.microbatch
         held = self._held.pop(m)
-        roots, gradients = self._seed(action, held, work)
+        gradients = self._gradients(action, held, work)
         moments.append(moments[-1] if self.departure is None else self.clock.mark())
-        if roots:
+        if held.again:
+            self._run_again(held, work)
+        if gradients:
             with held.run.replay():
-                torch.autograd.backward(roots, gradients)
+                torch.autograd.backward(held.roots(), gradients)
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.backward.send(held.inbox.take_gradients(held.arrival))
 
-    def _seed(self, action: Action, held: _Held, work: StepWork) -> tuple[Sequence[Any], Sequence[Tensor]]:
-        """Where the backward begins and with which gradients."""
+    def _run_again(self, held: _Held, work: StepWork) -> None:
+        """Run a forward that kept nothing once more, with the same random numbers, for its backward."""
+        m = held.run.microbatch
+        key = self.cut.streams.begin(work.batch, m)
+        values, units = held.inbox.values if held.inbox else {}, held.arrival.units if held.arrival else {}
+        held.run = StageRun(self.cut, self.stage, m, key, values, units, learn=False, again=True)
+        held.run.forward(work.steps[m])
+        self._keep_edges(held)
+
+    def _gradients(self, action: Action, held: _Held, work: StepWork) -> Sequence[Tensor]:
+        """The gradients with which a backward begins."""
         if held.departure is None:
             assert held.loss is not None
-            return [held.loss], [work.scales[action.microbatch].to(held.loss.dtype).reshape(held.loss.shape)]
+            return [work.scales[action.microbatch].to(held.loss.dtype).reshape(held.loss.shape)]
         assert self.departure is not None
         self.departure.await_answer(held.departure)
         receipt = self._posted.pop(action, None)
         if receipt is None:
             receipt = self.departure.post_gradients(held.departure, self._waits_for(action, self.stage + 1))
-        positions = held.departure.with_gradient()
-        return [held.edges[position] for position in positions], receipt.wait()
+        return receipt.wait()

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.leftovers import call_hooks, leave_phantoms, left_behind, tensor_attributes
 from lightning_parallel.pipeline.partition import Layout, Unit
@@ -35,6 +36,7 @@ from lightning_parallel.pipeline.phantom import (
 )
 from lightning_parallel.pipeline.random_streams import RandomStreams, behind, own
 
+Recompute = Literal["none", "block", "stage"]
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -52,7 +54,8 @@ class StageRun:
         outputs: leaves of the arguments of the next stage's first block; set when the step is cut there.
         record: if not None, filled with what this stage's units return.
         called: names of the units called so far.
-        plain: whether this run only computes: nothing is to be learnt, and it is no recomputation.
+        again: whether this micro-batch ran before, keeping nothing.
+        plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class StageRun:
         inputs: Mapping[int, Tensor],
         known: UnitOutputs,
         learn: bool,
+        again: bool = False,
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.inputs, self.known = inputs, known
@@ -71,7 +75,8 @@ class StageRun:
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
         self.outputs: list[Any] | None = None
         self.called: set[str] = set()
-        self.plain = not learn
+        self.again = again
+        self.plain = not learn and not cut.recompute_blocks
         self._replaying = False
         self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
@@ -149,6 +154,22 @@ class StageRun:
 
     def _compute(self, hook: Hook, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit for real, with random numbers of its own."""
+        if not self.cut.recompute_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
+            return self._draw_and_call(hook, module, args, kwargs)
+        before = _versions(args, kwargs)
+        result = checkpoint(
+            self._draw_and_call, hook, module, args, kwargs, use_reentrant=False, preserve_rng_state=False
+        )
+        if _versions(args, kwargs) != before:
+            raise ValueError(
+                f"Block `{hook.name}` writes into its arguments, so the backward cannot compute it again from them. Use"
+                ' inplace=False in its first layer, or recompute="none".'
+            )
+        return result
+
+    def _draw_and_call(
+        self, hook: Hook, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.cut.streams.start(self.key ^ hook.own_stream)
         try:
             return module(*args, **kwargs)
@@ -237,11 +258,35 @@ class StageRun:
                 )
 
 
-class Cut:
-    """A model whose units are intercepted, so that a step can be run as any one stage of a layout."""
+def _versions(*trees: Any) -> list[int]:
+    """How often each tensor among a call's arguments has been written to."""
+    return [leaf._version for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, streams: RandomStreams) -> None:
+
+class Cut:
+    """A model whose units are intercepted, so that a step can be run as any one stage of a layout.
+
+    Args:
+        model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
+        recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
+            whose run makes the loss and all that the step logs, each block).
+        stage: the stage that this rank runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        streams: RandomStreams,
+        recompute: Recompute = "none",
+        stage: int = 0,
+    ) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
+        makes_loss = stage == layout.num_stages - 1
+        self.recomputes = recompute != "none"
+        self.recompute_blocks = recompute == "block" or (recompute == "stage" and makes_loss)
+        self.recompute_stage = recompute == "stage" and not makes_loss
         self.active: StageRun | None = None
         self.without_parameters = {
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
@@ -325,4 +370,4 @@ def _intercept(module: nn.Module, hook: Hook) -> None:
     module.__dict__["_pipeline_hook"] = hook
 
 
-__all__ = ["Cut", "Hook", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]
+__all__ = ["Cut", "Hook", "Recompute", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]

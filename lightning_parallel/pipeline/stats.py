@@ -21,6 +21,7 @@ class PipelineStats:
     Attributes:
         schedule: the schedule of a full batch.
         row_ranks: the global rank of each row of the schedule.
+        latest: the schedule of the newest training step, whose batch may have been short.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PipelineStats:
         all_gather: Callable[[Any], list[Any]],
     ) -> None:
         self.schedule, self.row_ranks = schedule, tuple(row_ranks)
+        self.latest = schedule
         self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque()
         self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=_KEPT)
@@ -40,6 +42,7 @@ class PipelineStats:
     def begin(self, schedule: Schedule) -> Marks:
         """Marks for the next training step."""
         self._step += 1
+        self.latest = schedule
         if len(self._pending) == _KEPT:
             self._clock.forget(self._pending.popleft()[1].moments)
         marks = Marks(schedule)

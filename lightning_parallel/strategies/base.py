@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -22,8 +23,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
-from lightning_parallel.mesh import build_mesh, connect, disconnect, open_store
+from lightning_parallel.mesh import build_mesh, connect, disconnect, open_axis_groups, open_store
+from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -67,12 +70,13 @@ class MeshStrategy(ParallelStrategy):
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
             precision_plugin=precision_plugin,
         )
         self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
+        self._groups: dict[str, Any] = {}
         self.watch: Watch | None = None
         self._restore_sigterm = Restore()
 
@@ -99,6 +103,10 @@ class MeshStrategy(ParallelStrategy):
     def axis_rank(self, axis: str) -> int:
         """This rank's place along an axis."""
         return self.mesh[axis].get_local_rank() if axis in (self.mesh.mesh_dim_names or ()) else 0
+
+    def group(self, axis: str) -> Any:
+        """The process group of this rank's line along an axis, on host and device; None is the default group."""
+        return self._groups.get(axis)
 
     # -- ranks and devices ---------------------------------------------------------------------------------------------
 
@@ -143,6 +151,7 @@ class MeshStrategy(ParallelStrategy):
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
+            self._groups = open_axis_groups(self._mesh)
             self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
@@ -179,6 +188,11 @@ class MeshStrategy(ParallelStrategy):
             self.barrier("connected")
         finally:
             disconnect()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        refuse_foreign(checkpoint, Path(checkpoint_path))
+        return checkpoint
 
     def raise_failure(self) -> None:
         """Raise the failure of this run if there is one, before waiting for ranks that may be gone.
@@ -248,7 +262,7 @@ class MeshStrategy(ParallelStrategy):
         """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value."""
         if group is None and self.axis_size("data") == 1:
             return tensor
-        group = self.mesh["data"].get_group() if group is None else group
+        group = self.group("data") if group is None else group
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -256,7 +270,7 @@ class MeshStrategy(ParallelStrategy):
         group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
         if group is None and self.axis_size("data") == 1:
             return tensor
-        return super().all_gather(tensor, self.mesh["data"].get_group() if group is None else group, sync_grads)
+        return super().all_gather(tensor, self.group("data") if group is None else group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the mesh say yes, agreed on the host."""

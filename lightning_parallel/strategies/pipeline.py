@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -23,7 +23,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint import PrunedOptimizer, full_state_dict, load_full_state_dict
+from lightning_parallel.checkpoint.full import (
+    PrunedOptimizer,
+    full_state_dict,
+    load_full_state_dict,
+    own_state_dict,
+)
+from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
@@ -34,9 +40,10 @@ from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
+from lightning_parallel.pipeline.stage import Recompute
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
-from lightning_parallel.trainer.holders import catch_up, cut_copies, tell_whole_groups
+from lightning_parallel.trainer.holders import catch_up, cut_copies, refuse_sharded, tell_whole_groups
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
@@ -67,6 +74,13 @@ class PipelineStrategy(MeshStrategy):
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
+        recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
+            whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
+        data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
+            rows; gradients are averaged over them. The ranks of a copy are neighbours.
+        state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
+            part, for models that no host can hold (`lightning-parallel consolidate` makes one file of it). Either is
+            resumed from, whichever is set.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
     Example:
@@ -89,6 +103,9 @@ class PipelineStrategy(MeshStrategy):
         check_loss: bool = True,
         dynamic_shapes: bool = False,
         receive_ahead: int | None = None,
+        recompute: Recompute = "none",
+        data_parallel_size: int = 1,
+        state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
         patience: Patience | None = None,
@@ -113,20 +130,27 @@ class PipelineStrategy(MeshStrategy):
                 receive_ahead is None or _is_count(receive_ahead, 0),
                 "a number of actions, 0 or more",
             ),
+            recompute=(recompute, recompute in get_args(Recompute), '"none", "block" or "stage"'),
+            data_parallel_size=(data_parallel_size, _is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
+        self.state_dict_type, self.data_parallel_size = state_dict_type, data_parallel_size
         self.schedule = _read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
-        self.receive_ahead = receive_ahead
+        self.receive_ahead, self.recompute = receive_ahead, recompute
         self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._pruned: dict[int, PrunedOptimizer] = {}
-        self._loss_checked = False
+        self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
         self.stats: PipelineStats | None = None
 
     def axes(self) -> Mapping[str, int]:
-        return {"pipeline": self.world_size}
+        if self.data_parallel_size == 1:
+            return {"pipeline": self.world_size}
+        return {"data": self.data_parallel_size, "pipeline": max(1, self.world_size // self.data_parallel_size)}
 
     @property
     def num_stages(self) -> int:
@@ -170,12 +194,14 @@ class PipelineStrategy(MeshStrategy):
         self.watch.stage = self.stage
         with self.watch.opening():
             self._pipeline = self._assemble()
+        if self.state_dict_type == "sharded":
+            refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
         schedule = self.schedule_for(self._default_microbatches())
         ranks = self.pipeline.ranks
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
         self.stats = PipelineStats(schedule, rows, self.pipeline.clock, self.pipeline.all_gather)
-        self._batch_norm = DeferredBatchNorm(self.lightning_module)
+        self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
@@ -193,16 +219,19 @@ class PipelineStrategy(MeshStrategy):
 
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
-        ranks = [self.num_stages - 1 - stage for stage in range(self.num_stages)]
+        copies = self.mesh.mesh.flip(-1).reshape(-1, self.num_stages).tolist()  # the last stage comes first
         return Pipeline(
             self.lightning_module,
-            ranks,
+            copies,
             self.root_device,
+            group=self.group("pipeline"),
+            data_group=self.group("data"),
             blocks=self.blocks,
             partition=self.partition,
             stages=self.stages,
             dynamic_shapes=self.dynamic_shapes,
             receive_ahead=self.receive_ahead,
+            recompute=self.recompute,
             fail=self._stage_error,
             waiting=self.blocked,
         )
@@ -292,17 +321,25 @@ class PipelineStrategy(MeshStrategy):
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
         if step.index == 0:
-            self._check_logged()
+            self.pipeline.data.pause(self._trainable())
+        if step.index == 0 and kind != "training":
+            self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
+            self.pipeline.check_same("logged", self._logged())
         return step.run()
 
-    def _check_logged(self) -> None:
-        """Compare what was logged: callbacks act on it. Hooks may have logged what steps left on rank 0 alone."""
+    def _logged(self) -> dict[str, float]:
         assert self.lightning_module is not None
-        if self.num_stages > 1:
-            logged = self.lightning_module.trainer.callback_metrics
-            self.pipeline.check_same("logged", {name: float(value) for name, value in logged.items()})
+        return {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
 
-    on_train_end = on_validation_end = on_test_end = _check_logged
+    def _check_last_logged(self) -> None:
+        """Compare what was logged where no step follows that would; rank 0 tells, and does not wait."""
+        if self.num_stages > 1 and self.stage == self.num_stages - 1:
+            self.pipeline.tell(self._logged())
+            self.pipeline.settle()
+        elif self.num_stages > 1:
+            self.pipeline.check_heard("logged", self._logged(), self.metrics.hear())
+
+    on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
@@ -372,6 +409,24 @@ class PipelineStrategy(MeshStrategy):
                 added.append(gradient)
         if into:
             torch._foreach_add_(into, added)
+        if not self._accumulating:
+            self.pipeline.data.average(self._trainable())
+
+    def on_train_end(self) -> None:
+        self._check_last_logged()
+        self.pipeline.data.pause(self._trainable())
+
+    def _trainable(self) -> list[Tensor]:
+        return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
+
+    @contextmanager
+    def block_backward_sync(self) -> Any:
+        """Around batches whose gradients accumulate: copies average only what the optimizer is about to use."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all stages, each parameter counted once."""
@@ -387,29 +442,60 @@ class PipelineStrategy(MeshStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on global rank 0, nothing elsewhere; all ranks call it."""
+        """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
         assert self.lightning_module is not None
+        if self._pipeline is not None and self.pipeline.copy > 0:
+            return {}  # the first copy's state is the model's
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
+        if self.state_dict_type == "sharded":
+            return own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
         return self._whole(self.lightning_module.state_dict())
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
+        if self.pipeline.copy > 0:
+            return {}
         self.raise_failure()
         with self.connected():
             return full_state_dict(state, self.pipeline.table, self.pipeline.gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
-        self.raise_failure()
+        """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.pipeline.copy > 0:
+            return {"state": {}, "param_groups": []}
+        if self.state_dict_type == "sharded":
+            return self._pruned[id(inner)].own_state()
+        self.raise_failure()
         with self.connected():
             return self._pruned[id(inner)].full_state(self.pipeline.gather)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
         groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
         tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.raise_failure()
+        with self.connected():
+            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if Path(checkpoint_path).is_file() or self._pipeline is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_sharded(Path(checkpoint_path), self._holds, weights_only)
+
+    def _holds(self, name: str) -> bool:
+        """Whether this rank needs a sharded checkpoint's tensor of that name."""
+        kind, _, key = name.partition("/")
+        if kind == "optimizer":
+            number, parameter, _ = key.split("/", 2)
+            pruned = list(self._pruned.values())
+            return int(number) < len(pruned) and pruned[int(number)].holds(int(parameter))
+        table = self.pipeline.table
+        return key not in table.by_name or table.owns(key)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

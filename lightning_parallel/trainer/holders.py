@@ -50,6 +50,20 @@ def model_copies(trainer: Trainer, module: LightningModule) -> list[LightningMod
     ]
 
 
+def refuse_sharded(trainer: Trainer, module: LightningModule, name: str) -> None:
+    """Raise if a callback would put whole weights, or names of all of them, into a sharded checkpoint.
+
+    Raises:
+        ValueError: a callback averages weights or finetunes.
+    """
+    finetuning = any(isinstance(callback, BaseFinetuning) for callback in _callbacks(trainer))
+    if finetuning or model_copies(trainer, module):
+        raise ValueError(
+            f'{name}(state_dict_type="sharded") saves what each rank holds, but a callback that averages weights or'
+            ' finetunes saves weights or groups of its own, which are gathered. Use state_dict_type="full".'
+        )
+
+
 def cut_copies(trainer: Trainer, module: LightningModule, table: ParameterTable, whole: Whole) -> None:
     """Leave this rank's part of each copy that a callback holds, and let its state dict be whole."""
     for copied in model_copies(trainer, module):

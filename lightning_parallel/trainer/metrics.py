@@ -32,6 +32,7 @@ from torchmetrics.wrappers import MetricTracker, Running
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in, with_values
 
+_REPLACED = ("update", "compute", "distributed_available_fn", "process_group")
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
 
 
@@ -70,13 +71,14 @@ class _Watched:
 
     def put_on(self) -> None:
         metric, cls = self.metric, type(self.metric)
-        self.before = {key: vars(metric)[key] for key in ("update", "compute", "distributed_available_fn")}
+        self.before = {key: vars(metric)[key] for key in _REPLACED}
         metric.__class__ = type(cls.__name__, (_Reports, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
         vars(metric).update(
             _watched=self,
             update=partial(self.owner.update, self),
             compute=partial(self.owner.compute, self),
-            distributed_available_fn=_one_copy,
+            distributed_available_fn=partial(bool, self.owner.pipeline.data.size > 1),
+            process_group=self.owner.pipeline.data.group,
         )
 
     def take_off(self) -> None:
@@ -357,8 +359,3 @@ def _blank(metric: Metric) -> Metric:
         vars(blank).update(containers)
     blank.reset()
     return blank
-
-
-def _one_copy() -> bool:
-    """Whether torchmetrics shall gather states: the ranks of one model copy have nothing to gather."""
-    return False

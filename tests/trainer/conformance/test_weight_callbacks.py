@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -250,4 +251,15 @@ class Unlike(UnfreezesByTurns):
 def test_groups_that_differ_between_ranks_are_refused():
     case = Case(Backbone, row_loader, trainer={"max_epochs": 2, "callbacks": lambda: [Unlike()]})
     text = "The ranks added different parameters to group 1 of SGD (rank 1 unlike rank 0). Add the same on every rank;"
+    assert text in failure_of(case)
+
+
+@pytest.mark.parametrize("callback", [UnfreezesByTurns, lambda: EMAWeightAveraging(decay=0.5)])
+def test_sharded_checkpoints_of_such_callbacks_are_refused(callback):
+    options = {"max_epochs": 2, "callbacks": lambda: [callback()]}
+    case = Case(Backbone, row_loader, {"state_dict_type": "sharded"}, options)
+    text = (
+        'PipelineStrategy(state_dict_type="sharded") saves what each rank holds, but a callback that averages weights'
+        ' or finetunes saves weights or groups of its own, which are gathered. Use state_dict_type="full".'
+    )
     assert text in failure_of(case)

@@ -74,6 +74,18 @@ class PrunedOptimizer:
 
     def full_state(self, gather: Gather) -> dict[str, Any]:
         """The state dict that the optimizer would have in one process; empty off the gathering rank."""
+        mine = self.own_state()
+        parts = gather(mine["state"])
+        if parts is None:
+            return {}
+        states = {i: state for part in parts for i, state in part.items()}
+        return {**mine, "state": dict(sorted(states.items()))}
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's part of that state dict, with the groups of the whole."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, names in zip(groups, self.groups, strict=True):
+            group["params"] = [self.number[name] for name in names]
         own = {
             self.number[entry.name]: _to_host(self.optimizer.state[parameter])
             for entry, parameter in self.table.own()
@@ -81,14 +93,11 @@ class PrunedOptimizer:
             and entry.name in self.number
             and self.optimizer.state.get(parameter)
         }
-        parts = gather(own)
-        if parts is None:
-            return {}
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, names in zip(groups, self.groups, strict=True):
-            group["params"] = [self.number[name] for name in names]
-        states = {i: state for part in parts for i, state in part.items()}
-        return {"state": dict(sorted(states.items())), "param_groups": groups}
+        return {"state": own, "param_groups": groups}
+
+    def holds(self, number: int) -> bool:
+        """Whether this rank holds the parameter of that number."""
+        return any(self.number[name] == number and self.table.owns(name) for name in self.number)
 
     def load_full_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a one-process state dict.
@@ -106,7 +115,10 @@ class PrunedOptimizer:
         groups, count = [], 0
         for group, names in zip(state["param_groups"], self.groups, strict=True):
             own = [index for index, name in zip(group["params"], names, strict=True) if self.table.owns(name)]
-            local.update({count + i: state["state"][index] for i, index in enumerate(own) if index in state["state"]})
+            kept = {
+                count + i: _to_host(state["state"][index]) for i, index in enumerate(own) if index in state["state"]
+            }
+            local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
             count += len(own)
         self.optimizer.load_state_dict({"state": local, "param_groups": groups})
@@ -126,15 +138,16 @@ def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gat
     Returns:
         The state dict; empty off the gathering rank.
     """
-    own = {name: _to_host(value) for name, value in state.items() if _is_mine(name, value, table)}
-    parts = gather(own)
+    parts = gather(own_state_dict(state, table))
     if parts is None:
         return {}
     merged = {name: value for part in parts for name, value in part.items()}
-    rest = {
-        name: _to_host(value) for name, value in state.items() if name not in merged and not isinstance(value, Phantom)
-    }
-    return {name: merged.get(name, rest.get(name)) for name in state}
+    return {name: merged.get(name) for name in state}
+
+
+def own_state_dict(state: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
+    """This rank's part of a state dict of the model, on the host; every name is in exactly one rank's part."""
+    return {name: _to_host(value) for name, value in state.items() if _owner(name, table) == table.stage}
 
 
 def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool) -> None:
@@ -160,11 +173,12 @@ def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping
     )
 
 
-def _is_mine(name: str, value: Any, table: ParameterTable) -> bool:
+def _owner(name: str, table: ParameterTable) -> int:
+    """The stage from which a name's value is taken: what belongs to no unit, from the last, where steps end."""
     if name in table.by_name:
-        return table.by_name[name].is_counted_on(table.stage)
+        return table.by_name[name].stages[0]
     unit = next((unit for unit in table.layout.units if name.startswith(f"{unit.name}.")), None)
-    return unit is not None and unit.stage == table.stage
+    return table.layout.num_stages - 1 if unit is None else unit.stage
 
 
 def _to_host(value: Any) -> Any:

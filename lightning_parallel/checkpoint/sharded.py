@@ -1,0 +1,144 @@
+"""A checkpoint that no rank has to hold whole: a folder into which every rank writes its part.
+
+The one idea: torch.distributed.checkpoint stores tensors by name, and a name says what a tensor is (`state_dict/<key>`
+or `optimizer/<number>/<parameter>/<field>`), so that any number of ranks finds its own. What is small and not a tensor
+(epoch, schedulers, callbacks) is one file, `meta.pt`, written last. The folder is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
+
+_META, _NAMES = "meta.pt", "state_dict_names"
+
+
+def save_sharded(checkpoint: Mapping[str, Any], names: list[str], folder: Path, barrier: Callable[[], None]) -> None:
+    """Write a checkpoint of which every rank holds a part; all ranks call it.
+
+    Args:
+        checkpoint: what Lightning dumps, with this rank's part of `state_dict` and of each optimizer's `state`.
+        names: all keys of the whole model's state dict, in order.
+        folder: where it goes; what was there is replaced.
+        barrier: waits for all ranks.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    part = folder.with_name(f".{folder.name}.part")
+    if first:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    barrier()
+    with _alone_on_purpose():
+        dcp.save(_flat(checkpoint), storage_writer=dcp.FileSystemWriter(part), no_dist=not dist.is_initialized())
+    if first:
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
+        if "optimizer_states" in rest:
+            rest["optimizer_states"] = [{**state, "state": {}} for state in rest["optimizer_states"]]
+        save_to_disk(rest, part / _META)
+        _put_in_place(part, folder)
+    barrier()
+
+
+def load_sharded(
+    folder: Path, wanted: Callable[[str], bool] = lambda name: True, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """The checkpoint in a folder with those tensors whose name is wanted; of others `state_dict` has meta tensors.
+
+    Args:
+        folder: what `save_sharded` wrote.
+        wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
+        weights_only: see `torch.load`, for what is not a tensor.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds no whole checkpoint.
+    """
+    folder = _whole(folder)
+    rest = read(folder / _META, "cpu", weights_only)
+    reader = dcp.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    values = {name: _place_for(kind) for name, kind in stored.items() if wanted(name)}
+    with _alone_on_purpose():
+        dcp.load(values, storage_reader=reader, no_dist=True)
+    names = rest.pop(_NAMES)
+    rest["state_dict"] = {
+        name: values.get(f"state_dict/{name}", _place_for(stored[f"state_dict/{name}"], "meta")) for name in names
+    }
+    for name, value in values.items():
+        if name.startswith("optimizer/"):
+            _, number, parameter, field = name.split("/", 3)
+            rest["optimizer_states"][int(number)]["state"].setdefault(int(parameter), {})[field] = value
+    for state in rest.get("optimizer_states", []):
+        state["state"] = dict(sorted(state["state"].items()))
+    return rest
+
+
+def consolidate(folder: Path, file: Path, weights_only: bool | None = None) -> None:
+    """Make one file of a folder: what `trainer.save_checkpoint` writes in one process."""
+    write(load_sharded(folder, weights_only=weights_only), file)
+
+
+def _flat(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's tensors (and other values of its state) by name."""
+    flat = {f"state_dict/{name}": value for name, value in checkpoint["state_dict"].items()}
+    for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+        for parameter, fields in optimizer["state"].items():
+            flat |= {f"optimizer/{number}/{parameter}/{field}": value for field, value in fields.items()}
+    return flat
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """torch.distributed.checkpoint warns where a process reads or writes without the others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _place_for(kind: Any, device: str = "cpu") -> Tensor | None:
+    """Room for a stored tensor; None for another object."""
+    if not isinstance(kind, TensorStorageMetadata):
+        return None
+    return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
+
+
+def _put_in_place(part: Path, folder: Path) -> None:
+    """Rename; a folder that was there has another name for the moment between, under which `load_sharded` finds it."""
+    old = _old(folder)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(part, folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _whole(folder: Path) -> Path:
+    if not folder.exists() and _old(folder).exists():
+        folder = _old(folder)
+    if not folder.exists():
+        raise FileNotFoundError(f"Checkpoint folder not found: {folder}")
+    missing = [name for name in (_META, ".metadata") if not (folder / name).exists()]
+    if missing:
+        raise ValueError(
+            f"{folder} holds no whole sharded checkpoint: {' and '.join(missing)} missing. Give the folder that"
+            ' PipelineStrategy(state_dict_type="sharded") wrote.'
+        )
+    return folder
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")

@@ -1,0 +1,36 @@
+"""How checkpoints of our strategies reach the disk: whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_parallel.checkpoint import files
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's files, written beside their place and renamed, read as needed; remote paths are Lightning's.
+
+    A process that is killed while it saves leaves the old file whole (Lightning's own plugin moves a file from the
+    folder for temporary files, which is a copy where that is another disk).
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            files.write(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if _is_remote(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        return files.read_checkpoint(Path(path), map_location or "cpu", weights_only)
+
+
+def _is_remote(path: str | Path) -> bool:
+    return "://" in str(path)

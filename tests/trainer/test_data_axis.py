@@ -1,0 +1,186 @@
+"""Copies of a pipeline side by side are one process that sees all their rows: gradients, weights, logged means."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_parallel.errors import StageError
+from lightning_parallel.strategies import PipelineStrategy
+from tests.harness import free_port, run_ranks
+from tests.trainer.modules import CLASSES, Classifier, chain, row_dataset
+from tests.trainer.pipelines import (
+    Case,
+    Record,
+    all_metrics,
+    assert_same_optimizer,
+    fit,
+    join_as_torchrun,
+    one_process,
+)
+
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+class Averaged(Classifier):
+    """Logs means over all copies, and the accuracy on everything that was seen."""
+
+    def __init__(self, network: nn.Module | None = None) -> None:
+        super().__init__(network)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log("val_loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
+        self.log("val_accuracy", self.accuracy)
+
+
+class Conditional(Averaged):
+    """One row of the whole data takes another branch: only one copy makes a gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.net(x)
+        return self.branch(logits) if bool((x[:, 0] > 1.5).any()) else logits
+
+
+def on_copies(case: Case, copies: int, stages: int) -> list[Record]:
+    """The run on so many copies of so many stages; one record a rank."""
+
+    def run(rank: int, port: int) -> Record:
+        join_as_torchrun(rank, copies * stages, port)
+        options = {"num_microbatches": 4, "data_parallel_size": copies, **case.strategy}
+        return fit(case, PipelineStrategy(**options), copies * stages)
+
+    return run_ranks(run, copies * stages, free_port(), group=False, timeout=50.0)
+
+
+def assert_all_rows(case: Case, reference: Record, records: Sequence[Record]) -> None:
+    first = records[0]
+    for name, value in reference.weights.items():
+        torch.testing.assert_close(first.weights[name], value, **CLOSE)
+    for ours, theirs in zip(first.optimizers, reference.optimizers, strict=True):
+        assert_same_optimizer(ours, theirs, CLOSE)
+    for record in records:
+        for ours, theirs in zip(record.metrics, reference.metrics, strict=True):
+            for key, value in theirs.items():
+                torch.testing.assert_close(ours[key], value, check_dtype=False, **CLOSE)
+        for name, value in record.own.items():
+            torch.testing.assert_close(value, reference.weights[name], **CLOSE)
+
+
+def loader(batch_size: int, copies: int = 2) -> DataLoader:
+    """All rows in one process; in a run of copies this copy's share, in order (Lightning's own sampler shuffles)."""
+    dataset = row_dataset(48, batch_size).dataset
+    if "RANK" not in os.environ:
+        return DataLoader(dataset, batch_size)
+    copy = int(os.environ["RANK"]) * copies // int(os.environ["WORLD_SIZE"])
+    return DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, copies, copy, shuffle=False))
+
+
+CASES = {
+    "plain": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2}),
+    "accumulated": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "accumulate_grad_batches": 2}),
+    "clipped": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "gradient_clip_val": 0.05}),
+    "gpipe": Case(Averaged, lambda: loader(4), {"schedule": "gpipe", "num_microbatches": 2}, {"max_epochs": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
+    case = CASES[name]
+    assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), on_copies(case, 2, 2))
+
+
+def test_four_copies_of_one_stage():
+    case = Case(Averaged, lambda: loader(2, copies=4), {"num_microbatches": 2}, {"max_epochs": 1})
+    assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), on_copies(case, 4, 1))
+
+
+def test_a_parameter_that_only_one_copy_uses():
+    case = Case(Conditional, lambda: loader(2), {"num_microbatches": 1}, {"max_epochs": 2}, validate=False)
+    records = on_copies(case, 2, 1)
+    x = row_dataset(48, 48).dataset.tensors[0]
+    assert 0 < int((x[:, 0] > 1.5).sum()) < 6, "a row takes the branch"
+    for name, value in records[0].weights.items():
+        assert torch.equal(value, records[1].own[name])
+
+
+class Seen(Classifier):
+    """Remembers the rows of an epoch, and begins with values of its own on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4, lambda: nn.Dropout(0.5)))
+        torch.nn.init.normal_(self.net[0].weight, generator=torch.Generator().manual_seed(id(self) % 1000))
+        self.rows: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rows.append(batch[0][:, 0].detach())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
+def test_shuffled_rows_are_dealt_once_and_copies_begin_alike_and_drop_differently():
+    case = Case(
+        Seen,
+        lambda: row_dataset(48, 4, shuffle=True),
+        trainer={"max_epochs": 1},
+        validate=False,
+        at_end=lambda trainer, module: torch.cat(module.rows),
+    )
+    first, _, second, _ = on_copies(case, 2, 2)
+    dealt = torch.cat([first.extra, second.extra]).sort().values
+    assert torch.equal(dealt, row_dataset(48, 48).dataset.tensors[0][:, 0].sort().values)
+    for name in first.own:
+        assert torch.equal(first.own[name], second.own[name])
+    assert first.losses != second.losses
+
+
+def test_sizes_that_do_not_multiply_are_refused():
+    def run(rank: int, port: int) -> None:
+        join_as_torchrun(rank, 3, port)
+        fit(Case(Classifier, lambda: loader(4)), PipelineStrategy(data_parallel_size=2), 3)
+
+    with pytest.raises(StageError, match=r"The mesh data 2 x pipeline 1 has 2 ranks, but 3 processes were started"):
+        run_ranks(run, 3, free_port(), group=False, timeout=50.0)
+
+
+def test_a_checkpoint_of_copies_is_one_processs(tmp_path):
+    path = tmp_path / "copies.ckpt"
+    case = Case(
+        Averaged,
+        lambda: loader(4),
+        trainer={"max_epochs": 1},
+        at_end=lambda trainer, module: trainer.save_checkpoint(path),
+    )
+    on_copies(case, 2, 2)
+    longer = case.but(trainer={"max_epochs": 2}, at_end=None, loader=lambda: loader(8))
+    whole, resumed = one_process(longer), one_process(longer.but(checkpoint=path))
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(resumed.weights[name], value, **CLOSE)
+
+
+def test_the_step_of_every_rank_logs_the_same_mean():
+    case = Case(
+        Averaged, lambda: loader(4), trainer={"max_epochs": 1}, after=lambda trainer, module: all_metrics(trainer)
+    )
+    records = on_copies(case, 2, 2)
+    for record in records[1:]:
+        assert record.extra.keys() == records[0].extra.keys()
+        for key, value in record.extra.items():
+            torch.testing.assert_close(value, records[0].extra[key], rtol=0, atol=0)
