@@ -43,8 +43,8 @@ _DIFFERENT = {
         " that steps filled is right there only. Log it in the step, or use a torchmetrics object."
     ),
     "groups": (
-        "The ranks added different parameters to {name} (rank {ranks} unlike rank 0). Add the same on every rank; where"
-        " a finetuning callback left out parameters whose values equal those of others, pass them to"
+        "The ranks added different parameters to {name} (rank {ranks} unlike rank {first}). Add the same on every rank;"
+        " where a finetuning callback left out parameters whose values equal those of others, pass them to"
         " optimizer.add_param_group yourself."
     ),
 }

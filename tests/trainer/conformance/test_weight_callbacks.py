@@ -79,13 +79,13 @@ class Every(Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
 
 
-def resumed(run: Run, make: Any, module: Any = Classifier) -> Any:
-    """Five epochs, then once more from a checkpoint of the second or fourth on."""
+def resumed(run: Run, make: Any, module: Any = Classifier, epochs: tuple[int, ...] = (3,)) -> Any:
+    """Five epochs, then once more from the checkpoints of some."""
     loaders = [make() for make in LOADERS]
     trainer = run.trainer(make(), Every(run.folder), max_epochs=5)
     trainer.fit(module(), *loaders)
     found = [weights(trainer)]
-    for epoch in (1, 3):
+    for epoch in epochs:
         trainer = run.trainer(make(), max_epochs=5)
         trainer.fit(module(), *loaders, ckpt_path=run.folder / f"{epoch}.ckpt", weights_only=False)
         found.append(weights(trainer))
@@ -96,7 +96,6 @@ def ema_resumed(run: Run) -> Any:
     return resumed(run, lambda: EMAWeightAveraging(decay=0.5))
 
 
-@core
 def stochastic_weight_averaging(run: Run) -> Any:
     return averaged(run, StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2), Classifier())
 
@@ -154,7 +153,7 @@ class UnfreezesByTurns(BaseFinetuning):
 
 @core
 def finetuning(run: Run) -> Any:
-    return resumed(run, UnfreezesByTurns, Backbone)
+    return resumed(run, UnfreezesByTurns, Backbone, epochs=(1, 3))
 
 
 def backbone_finetuning(run: Run) -> Any:
