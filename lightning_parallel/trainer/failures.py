@@ -84,9 +84,11 @@ def where_of(trainer: Trainer | None, error: BaseException) -> str:
 
 def _misses_what_steps_left(strategy: Any, hook: str, error: BaseException) -> bool:
     """Whether a hook after steps failed on a stage where steps are cut short, maybe for want of what they append."""
-    stage, num_stages = getattr(strategy, "stage", None), getattr(strategy, "num_stages", None)
     after_steps = hook.endswith(("_batch_end", "_epoch_end", "_validation_end", "_train_end", "_test_end"))
-    return stage is not None and stage + 1 != num_stages and after_steps and not isinstance(error, PhantomError)
+    has_stages = hasattr(type(strategy), "num_stages") and strategy._mesh is not None
+    if not after_steps or not has_stages or isinstance(error, PhantomError):
+        return False
+    return strategy.stage + 1 != strategy.num_stages
 
 
 def _when(trainer: Trainer, hook: str) -> str:
