@@ -1,7 +1,8 @@
 """One full checkpoint from the parts that ranks hold, in the keys and the numbering of one process, and back.
 
 The one idea: every rank knows the names of all parameters and the groups the user's `configure_optimizers` made of
-them. A rank's optimizer keeps only what the rank owns; its state is told by name, so that it fits any number of stages.
+them. A rank's optimizer keeps only what the rank owns, also of groups that are added later; its state is told by name,
+so that it fits any number of stages.
 """
 
 from __future__ import annotations
@@ -19,24 +20,57 @@ Gather = Callable[[Any], Sequence[Any] | None]
 
 
 class PrunedOptimizer:
-    """An optimizer whose groups were reduced to this rank's parameters, and the numbering they had before."""
+    """An optimizer whose groups were reduced to this rank's parameters, and the numbering they had before.
 
-    def __init__(self, optimizer: Optimizer, table: ParameterTable) -> None:
-        name_of = {id(table.model.get_parameter(entry.name)): entry.name for entry in table.entries}
-        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in name_of]
+    Args:
+        optimizer: with the groups that `configure_optimizers` made, stand-ins for other stages' parameters included.
+        table: the parameters.
+        agree: raises unless all ranks give it the same; called when a group is added.
+    """
+
+    def __init__(self, optimizer: Optimizer, table: ParameterTable, agree: Callable[[Mapping[str, Any]], None]) -> None:
+        self.optimizer, self.table, self._agree = optimizer, table, agree
+        self.groups: list[list[str]] = []
+        self.prune()
+        self._add_group = optimizer.add_param_group
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+
+    def prune(self) -> None:
+        """Leave each group this rank's parameters.
+
+        Raises:
+            ValueError: a group has parameters that the LightningModule does not register.
+        """
+        name_of = {id(self.table.model.get_parameter(entry.name)): entry.name for entry in self.table.entries}
+        new = self.optimizer.param_groups[len(self.groups) :]
+        unknown = [p for group in new for p in group["params"] if id(p) not in name_of]
         if unknown:
             raise ValueError(
-                f"configure_optimizers gave {type(optimizer).__name__} {len(unknown)} parameters that the"
+                f"configure_optimizers gave {type(self.optimizer).__name__} {len(unknown)} parameters that the"
                 " LightningModule does not register. Assign their module to an attribute of the LightningModule."
             )
-        self.optimizer, self.table = optimizer, table
-        self.groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.groups += [[name_of[id(p)] for p in group["params"]] for group in new]
         self.number = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
-        for group in optimizer.param_groups:
+        for group in new:
             for parameter in group["params"]:
                 if isinstance(parameter, ForeignParameter):
-                    optimizer.state.pop(parameter, None)  # Adagrad makes its state at construction
+                    self.optimizer.state.pop(parameter, None)  # Adagrad makes its state at construction
             group["params"] = [p for p in group["params"] if not isinstance(p, ForeignParameter)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`optimizer.add_param_group`, for a callback that unfreezes layers as training goes.
+
+        Raises:
+            ValueError: the ranks added different parameters.
+        """
+        self._add_group(param_group)
+        self.prune()
+        self._agree({f"group {len(self.groups) - 1} of {type(self.optimizer).__name__}": self.groups[-1]})
+
+    def take_over(self) -> None:
+        """All groups were replaced by whole ones, as a callback does that resumes."""
+        self.groups = []
+        self.prune()
 
     def full_state(self, gather: Gather) -> dict[str, Any]:
         """The state dict that the optimizer would have in one process; empty off the gathering rank."""
@@ -44,7 +78,8 @@ class PrunedOptimizer:
         parts = gather(mine["state"])
         if parts is None:
             return {}
-        return {**mine, "state": {i: state for part in parts for i, state in sorted(part.items())}}
+        states = {i: state for part in parts for i, state in part.items()}
+        return {**mine, "state": dict(sorted(states.items()))}
 
     def own_state(self) -> dict[str, Any]:
         """This rank's part of that state dict, with the groups of the whole."""
@@ -89,22 +124,30 @@ class PrunedOptimizer:
         self.optimizer.load_state_dict({"state": local, "param_groups": groups})
 
 
-def full_state_dict(model: nn.Module, table: ParameterTable, gather: Gather) -> dict[str, Any]:
-    """The model's state dict as one process would have it, on the host; empty off the gathering rank.
+def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gather) -> dict[str, Any]:
+    """A state dict of the model, or of a copy of it, as one process would have it, on the host.
 
     Parameters come from the first stage that holds them, buffers of units from their stage, other buffers and extra
     state from the gathering rank.
+
+    Args:
+        state: this rank's state dict, with stand-ins for what other stages hold.
+        table: the parameters.
+        gather: gathers an object of every rank on one of them.
+
+    Returns:
+        The state dict; empty off the gathering rank.
     """
-    parts = gather(own_state_dict(model, table))
+    parts = gather(own_state_dict(state, table))
     if parts is None:
         return {}
     merged = {name: value for part in parts for name, value in part.items()}
-    return {name: merged.get(name) for name in model.state_dict()}
+    return {name: merged.get(name) for name in state}
 
 
-def own_state_dict(model: nn.Module, table: ParameterTable) -> dict[str, Any]:
-    """This rank's part of the model's state dict, on the host; every name is in exactly one rank's part."""
-    return {name: _to_host(value) for name, value in model.state_dict().items() if _owner(name, table) == table.stage}
+def own_state_dict(state: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
+    """This rank's part of a state dict of the model, on the host; every name is in exactly one rank's part."""
+    return {name: _to_host(value) for name, value in state.items() if _owner(name, table) == table.stage}
 
 
 def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool) -> None:

@@ -42,6 +42,11 @@ _DIFFERENT = {
         " that watch it would part. Steps run to their end on rank 0 only: what a hook computes from lists or counters"
         " that steps filled is right there only. Log it in the step, or use a torchmetrics object."
     ),
+    "groups": (
+        "The ranks added different parameters to {name} (rank {ranks} unlike rank {first}). Add the same on every rank;"
+        " where a finetuning callback left out parameters whose values equal those of others, pass them to"
+        " optimizer.add_param_group yourself."
+    ),
 }
 
 
@@ -162,6 +167,16 @@ class Pipeline:
             others = [str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, mine) != mine]
             if others:
                 raise ValueError(_DIFFERENT[what].format(name=name, ranks=", ".join(others), first=ranks[0]))
+
+    def check_heard(self, what: str, mine: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        """Does this rank hold what the loss stage told? Names that only one of them has are not compared.
+
+        Raises:
+            ValueError: it does not.
+        """
+        for name, value in told.items():
+            if repr(mine.get(name, value)) != repr(value):
+                raise ValueError(_DIFFERENT[what].format(name=name, ranks=self.rank, first=min(self.ranks)))
 
     # -- collectives over the stages -----------------------------------------------------------------------------------
 

@@ -73,29 +73,32 @@ class ParameterTable:
         """Parameters that several stages hold."""
         return [entry for entry in self.entries if len(entry.stages) > 1]
 
-    def drop_foreign(self, device: torch.device) -> None:
-        """Replace every parameter and buffer of other stages' units by a stand-in without memory."""
+    def drop_foreign(self, device: torch.device, model: nn.Module | None = None) -> None:
+        """Replace every parameter and buffer of other stages' units by a stand-in without memory.
+
+        Args:
+            device: where the stand-ins claim to be.
+            model: a copy of the model; default the model itself.
+        """
+        model = self.model if model is None else model
         for entry in self.entries:
             if self.stage in entry.stages:
                 continue
-            like = self.model.get_parameter(entry.name)
+            like = model.get_parameter(entry.name)
             foreign = isinstance(like, ForeignParameter)
             stand_in: Any = like if foreign else ForeignParameter(like, device, entry.name, entry.stages)
             for name in entry.names:
-                module, leaf = _parent(self.model, name)
+                module, leaf = _parent(model, name)
                 module._parameters[leaf] = stand_in
-        self._drop_foreign_buffers(device)
+        self._drop_foreign_buffers(device, model)
 
-    def _drop_foreign_buffers(self, device: torch.device) -> None:
+    def _drop_foreign_buffers(self, device: torch.device, model: nn.Module) -> None:
         """Buffers of modules that only other stages' units hold."""
         mine = {
-            id(m)
-            for u in self.layout.units
-            if u.stage == self.stage
-            for m in self.model.get_submodule(u.name).modules()
+            id(m) for u in self.layout.units if u.stage == self.stage for m in model.get_submodule(u.name).modules()
         }
         for unit in self.layout.units:
-            for name, module in self.model.get_submodule(unit.name).named_modules(prefix=unit.name):
+            for name, module in model.get_submodule(unit.name).named_modules(prefix=unit.name):
                 for leaf, buffer in module._buffers.items():
                     if id(module) not in mine and buffer is not None and not isinstance(buffer, Phantom):
                         origin = f"buffer `{name}.{leaf}` of stage {unit.stage}"

@@ -10,7 +10,8 @@ silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
@@ -20,9 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_parallel.pipeline import foreach
+
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _inferred: dict[Any, Tensor] = {}
+_shapes_only = [False]
 # Types of arguments that neither are nor hold Phantoms.
 PLAIN = {Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _OF_PARAMETER = {
@@ -30,6 +35,9 @@ _OF_PARAMETER = {
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),  # optimizers that make their state at construction
+    "copy_",  # into a stand-in: the stage that holds the data does it for real
+    *("_has_compatible_shallow_copy_type", "to", "cpu", "cuda"),  # `module.to`
+    *("type", "double", "float", "half", "bfloat16"),
 }
 
 
@@ -106,10 +114,11 @@ class Phantom(Tensor):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = phantoms_in(args) + phantoms_in(kwargs)
+        allowed = func.__name__ in _OF_PARAMETER or _shapes_only[0]
         for x in leaves:
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
-            if isinstance(x, (ForeignParameter, ForeignGradient)) and func.__name__ not in _OF_PARAMETER:
+            if isinstance(x, (ForeignParameter, ForeignGradient)) and not allowed:
                 raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
@@ -125,6 +134,8 @@ class Phantom(Tensor):
     ) -> Any:
         """Any operation on a Phantom runs on meta tensors and gives a Phantom."""
         kwargs = dict(kwargs or {})
+        if func._schema.name.startswith("aten::_foreach_") and (real := foreach.positions_without(args, phantoms_in)):
+            return foreach.apart(func, args, kwargs, real)
         first = (phantoms_in(args) or phantoms_in(kwargs))[0]
         written = _refuse_writes(func, args, kwargs, first) if func._schema.is_mutable else None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -180,11 +191,28 @@ class ForeignParameter(Phantom):
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_GRADIENT and isinstance(args[0], ForeignParameter) and args[0].has_gradient:
             return ForeignGradient(args[0].meta, args[0].device, f"the gradient of {args[0].origin}")
+        if func == _SET_DATA and isinstance(args[0], ForeignParameter) and isinstance(args[1], Phantom):
+            args[0].meta = args[1].meta  # `module.to` gave it another dtype
+        if func == torch.equal:  # of parameters it is asked whether they are the same one
+            return args[0] is args[1]
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class ForeignGradient(Phantom):
     """The gradient of a parameter of another stage."""
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules of all stages may run, on shapes: inside, parameters of other stages compute as any Phantom does.
+
+    What comes out cannot be read, so this is for asking for shapes (a summary of the model) and nothing else.
+    """
+    before, _shapes_only[0] = _shapes_only[0], True
+    try:
+        yield
+    finally:
+        _shapes_only[0] = before
 
 
 def bound(x: Phantom) -> Tensor:
@@ -193,13 +221,13 @@ def bound(x: Phantom) -> Tensor:
 
 
 def _remember(recipe: Recipe, sources: Sequence[Phantom], result: Any) -> None:
-    """Note on every new Phantom of a result how it was computed, unless random numbers were drawn."""
-    drawn = _random.count != recipe.draws
+    """Note on every new Phantom of a result how it was computed, if it can be: from units' results, without drawing."""
+    again = _random.count == recipe.draws and all(source.leaf or source.recipe for source in sources)
     parts = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
     leaves = tuple({id(leaf): leaf for source in sources for leaf in source.leaves or (source,)}.values())
     for index, part in enumerate(parts):
         if isinstance(part, Phantom) and not any(part is source for source in sources):
-            part.recipe = None if drawn else replace(recipe, index=None if part is result else index)
+            part.recipe = replace(recipe, index=None if part is result else index) if again else None
             part.leaves = leaves
 
 
@@ -316,13 +344,13 @@ def _refuse_reshape(func: Any, written: Phantom, result: Any) -> None:
 
 
 def _unread(x: Phantom, what: str) -> str:
-    if isinstance(x, ForeignGradient):
+    if isinstance(x, ForeignGradient) or x.origin.startswith("the gradient of"):  # or what was computed from one
         return (
             f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...)"
             " or Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this"
             " rank holds."
         )
-    if isinstance(x, ForeignParameter):
+    if isinstance(x, ForeignParameter) or x.origin.startswith("parameter `"):
         return (
             f"The step uses {x.origin}, which this stage does not hold: {what}. Compute such a term from a module's own"
             " forward, tie the parameter to a module of this stage, or use the optimizer's weight_decay."

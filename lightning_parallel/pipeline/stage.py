@@ -104,10 +104,11 @@ class StageRun:
         except StepCut:
             return None
         if not last:
+            skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
             raise PhantomError(
                 f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
                 f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
-                " other blocks=."
+                f" other blocks=.{skip}"
             )
         with self.cut.active_as(self):
             result = self.realized(result)

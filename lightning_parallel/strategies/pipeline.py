@@ -8,9 +8,10 @@ logging) stays where Lightning has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,13 +37,15 @@ from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.engine import Engine, Marks
 from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
+from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stage import Recompute
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.holders import catch_up, cut_copies, refuse_sharded, tell_whole_groups
 from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.refusals import refuse_unsupported
+from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader
 
@@ -201,6 +204,9 @@ class PipelineStrategy(MeshStrategy):
         self.watch.stage = self.stage
         with self.watch.opening():
             self._pipeline = self._assemble()
+        if self.state_dict_type == "sharded":
+            refuse_sharded(trainer, self.lightning_module, type(self).__name__)
+        cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
         schedule = self.schedule_for(self._default_microbatches())
         ranks = self.pipeline.ranks
         rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
@@ -218,6 +224,8 @@ class PipelineStrategy(MeshStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if self.lightning_module.example_input_array is not None:
+            self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
 
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
@@ -242,13 +250,16 @@ class PipelineStrategy(MeshStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""
         super().setup_optimizers(trainer)
-        self._pruned = {id(opt): PrunedOptimizer(opt, self.pipeline.table) for opt in self.optimizers}
+        refuse_optimizers(self)
+        agree = partial(self.pipeline.check_same, "groups")
+        self._pruned = {id(opt): PrunedOptimizer(opt, self.pipeline.table, agree) for opt in self.optimizers}
 
     def model_to_device(self) -> None:
         self.pipeline.to_device(self.root_device)
 
     def teardown(self) -> None:
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for replaced in ("clip_grad_by_norm", "forward_context"):
+            self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
         if self._metrics is not None:
             self.metrics.release(failed)
@@ -324,9 +335,22 @@ class PipelineStrategy(MeshStrategy):
             self.pipeline.data.pause(self._trainable())
         if step.index == 0 and kind != "training":
             self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
-        if step.index == 0 and self.num_stages > 1:
-            self.pipeline.check_same("logged", {k: float(v) for k, v in step.module.trainer.callback_metrics.items()})
+            self.pipeline.check_same("logged", self._logged())
         return step.run()
+
+    def _logged(self) -> dict[str, float]:
+        assert self.lightning_module is not None
+        return {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
+
+    def _check_last_logged(self) -> None:
+        """Compare what was logged where no step follows that would; rank 0 tells, and does not wait."""
+        if self.num_stages > 1 and self.stage == self.num_stages - 1:
+            self.pipeline.tell(self._logged())
+            self.pipeline.settle()
+        elif self.num_stages > 1:
+            self.pipeline.check_heard("logged", self._logged(), self.metrics.hear())
+
+    on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
@@ -339,6 +363,24 @@ class PipelineStrategy(MeshStrategy):
         """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""
         assert self.stats is not None
         return self.stats.begin(schedule) if training else Marks(schedule)
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """The precision's context; outside steps it is entered by the model's summary, which wants shapes alone."""
+        outside = self._metrics is None or not self.metrics.in_step
+        with type(self.precision_plugin).forward_context(self.precision_plugin):
+            if not outside:
+                yield
+                return
+            try:
+                with shapes_only():
+                    yield
+            except PhantomError as error:
+                raise PhantomError(
+                    "The model's summary runs example_input_array through the model, of which a rank holds one stage,"
+                    f" on shapes alone, and the model reads data on its way: {error} Leave example_input_array out, or"
+                    " use Trainer(enable_model_summary=False)."
+                ) from error
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -382,6 +424,7 @@ class PipelineStrategy(MeshStrategy):
             self.pipeline.data.average(self._trainable())
 
     def on_train_end(self) -> None:
+        self._check_last_logged()
         self.pipeline.data.pause(self._trainable())
 
     def _trainable(self) -> list[Tensor]:
@@ -417,10 +460,16 @@ class PipelineStrategy(MeshStrategy):
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
         if self.state_dict_type == "sharded":
-            return own_state_dict(self.lightning_module, self.pipeline.table)
+            return own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
+        return self._whole(self.lightning_module.state_dict())
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
+        if self.pipeline.copy > 0:
+            return {}
         self.raise_failure()
         with self.connected():
-            return full_state_dict(self.lightning_module, self.pipeline.table, self.pipeline.gather)
+            return full_state_dict(state, self.pipeline.table, self.pipeline.gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
@@ -434,10 +483,12 @@ class PipelineStrategy(MeshStrategy):
             return self._pruned[id(inner)].full_state(self.pipeline.gather)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
+        tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
         if self.state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        assert self.lightning_module is not None
         self.raise_failure()
         with self.connected():
             save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
@@ -462,7 +513,11 @@ class PipelineStrategy(MeshStrategy):
         load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        replaced = catch_up(self.lightning_module.trainer, self.lightning_module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if replaced:
+                self._pruned[id(optimizer)].take_over()
             self._pruned[id(optimizer)].load_full_state(state)
         _optimizers_to_device(self.optimizers, self.root_device)
 

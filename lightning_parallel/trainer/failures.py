@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_parallel.errors import StageError
+from lightning_parallel.pipeline.phantom import PhantomError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,6 +30,11 @@ _ONCE = (
     "configure_",
     "prepare_data",
     "train_dataloader",
+)
+
+_CUT_SHORT = (
+    ", on a rank where steps do not run to their end (what a step appends or sets is there on rank 0 only: log it in"
+    " the step, or use a torchmetrics object)"
 )
 
 
@@ -72,7 +78,17 @@ def where_of(trainer: Trainer | None, error: BaseException) -> str:
     hook = getattr(module, "_current_fx_name", None)
     if any("/torch/utils/data/" in file for file in files) or type(error).__module__.startswith("torch.utils.data"):
         hook = "the data loader"
-    return f"{hook or getattr(trainer.state.fn, 'value', 'the run')}{_when(trainer, hook or '')}"
+    where = f"{hook or getattr(trainer.state.fn, 'value', 'the run')}{_when(trainer, hook or '')}"
+    return where + (_CUT_SHORT if _misses_what_steps_left(trainer.strategy, hook or "", error) else "")
+
+
+def _misses_what_steps_left(strategy: Any, hook: str, error: BaseException) -> bool:
+    """Whether a hook after steps failed on a stage where steps are cut short, maybe for want of what they append."""
+    after_steps = hook.endswith(("_batch_end", "_epoch_end", "_validation_end", "_train_end", "_test_end"))
+    has_stages = hasattr(type(strategy), "num_stages") and strategy._mesh is not None
+    if not after_steps or not has_stages or isinstance(error, PhantomError):
+        return False
+    return strategy.stage + 1 != strategy.num_stages
 
 
 def _when(trainer: Trainer, hook: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,6 +32,7 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             f'{name} does not support Trainer(precision="{strategy.precision_plugin.precision}"), whose gradient scaler'
             ' decides on each process alone. Use precision="bf16-mixed", "bf16-true" or 32.'
         )
+    _refuse_batch_size_finder(trainer, name)
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
@@ -42,7 +45,39 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             f"{type(module).__name__} overrides backward, which {name} never calls: the backwards run inside the"
             " schedule. Remove the override; on_before_backward and on_after_backward are called as ever."
         )
+    if module.example_input_array is not None and any(
+        getattr(logger, "_log_graph", False) for logger in trainer.loggers
+    ):
+        raise ValueError(
+            "A logger with log_graph=True traces the whole model, of which a process holds one stage under"
+            f" {name}. Leave log_graph out, and log the graph in one process."
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
             f"{name} cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the batch."
+        )
+
+
+def refuse_optimizers(strategy: Strategy) -> None:
+    """Raise for optimizers that run the step again by themselves; called when `configure_optimizers` has been.
+
+    Raises:
+        ValueError: an optimizer's step needs the closure for more than one evaluation.
+    """
+    for optimizer in strategy.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"{type(strategy).__name__} got an LBFGS, whose step takes products over all parameters and decides by"
+                " the loss how often to run the step; each rank holds the parameters of its own stage. Use an optimizer"
+                " that treats each parameter by itself (SGD, Adam, ...)."
+            )
+
+
+def _refuse_batch_size_finder(trainer: Trainer, name: str) -> None:
+    callbacks: list[Callback] = cast(Any, trainer).callbacks
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise ValueError(
+            f"{name} cannot run the batch size finder (Tuner.scale_batch_size, BatchSizeFinder): it tries sizes until a"
+            " process runs out of memory, and each process saves and restores alone. Set the batch size, and"
+            " num_microbatches so that a micro-batch fits."
         )

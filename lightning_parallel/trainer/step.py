@@ -8,8 +8,9 @@ and the strategy nothing of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class TrainerStep:
             signatures=strategy.pipeline.signatures(self.kind, self.parts),
             batch=self._batch_number(),
             loss_of=loss_of if self.training else None,
-            scales=[_scalar(weight * scale, strategy.root_device) for weight in self.weights] if self.training else (),
+            scales=[self._scalar(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._announce if self.at_loss and self.kind != "predict" else None,
         )
 
@@ -87,7 +88,8 @@ class TrainerStep:
             spreader.send(self.loss, self.calls)
         else:
             self.loss, self.calls = spreader.receive()
-        self.log.replay(self.calls)
+        with self._precision():  # Lightning keeps what is logged in the default dtype of where it is logged
+            self.log.replay(self.calls)
         if not self.training:
             return self.output
         return {**self.output, "loss": self.loss} if isinstance(self.output, Mapping) else self.loss
@@ -101,15 +103,25 @@ class TrainerStep:
 
     def _step_on(self, part: Any, number: int) -> Callable[[], Any]:
         method = getattr(self.module, f"{self.kind}_step")
-        context = getattr(self.strategy.precision_plugin, f"{_CONTEXTS[self.kind]}_step_context")
 
         def step() -> Any:
             self.log.microbatch = number
             self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
-            with context():
+            with self._precision():
                 return method(part, *self.args)
 
         return step
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        """A number on the device, in the module's precision but no lower than float32."""
+        if isinstance(value, Tensor):
+            return value
+        dtype = cast(torch.dtype, self.module.dtype)
+        return _number_on(value, self.strategy.root_device, torch.promote_types(torch.float32, dtype))
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """The precision plugin's context for a step of this kind."""
+        return getattr(self.strategy.precision_plugin, f"{_CONTEXTS[self.kind]}_step_context")()
 
     def _check_loss(self, work: StepWork) -> None:
         pipeline = self.strategy.pipeline
@@ -144,13 +156,9 @@ class TrainerStep:
         return loop.batch_progress.current.ready - 1 if hasattr(loop, "batch_progress") else 0
 
 
-def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    return value if isinstance(value, Tensor) else _number_on(value, device)
-
-
 @lru_cache(maxsize=256)
-def _number_on(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, device=device)
+def _number_on(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), value, device=device, dtype=dtype)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -131,7 +131,10 @@ class Run:
     """What a boundary reads of a `StageRun`."""
 
     def __init__(self, outputs: list, needed: tuple[int, ...] = ()) -> None:
-        self.outputs, self.needed, self.known, self.record = outputs, needed, {}, {"unit": describe(outputs)}
+        self.outputs, self.needed, self.known, self.record = (
+            dict(enumerate(outputs)), needed, {}, {"unit": describe(outputs)}
+        )  # fmt: skip
+        self.wanted, self.by_position = {}, set()
 
 
 def boundary(rank: int, **options: bool) -> Departure | Arrival:

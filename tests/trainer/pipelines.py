@@ -181,11 +181,11 @@ def many_on_stages(cases: Sequence[Case], num_stages: int, timeout: float = 50.0
     return [list(records) for records in zip(*results, strict=True)]
 
 
-def failure_of(case: Case, num_stages: int = 2) -> str:
-    """The text of the user's or the library's exception that ends a run, without what is told around it."""
+def failure_of(case: Case, num_stages: int = 2, whole: bool = False) -> str:
+    """The text of the user's or the library's exception that ends a run, without what is told around it (`whole`)."""
     with pytest.raises(Exception) as caught:
         on_stages(case, num_stages)
-    return str(caught.value.__cause__ or caught.value)
+    return str(caught.value if whole else caught.value.__cause__ or caught.value)
 
 
 def assert_parity(

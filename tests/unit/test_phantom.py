@@ -13,6 +13,7 @@ from lightning_parallel.pipeline.phantom import (
     TensorMeta,
     bound,
     describe,
+    shapes_only,
     summon,
 )
 
@@ -174,6 +175,55 @@ def test_a_foreign_parameter_can_be_grouped_and_asked(foreign):
     assert not foreign.requires_grad
     assert {foreign: 1}[foreign] == 1
     assert "parameter `fc1.weight` of stage 0" in repr(foreign)
+
+
+def test_a_foreign_parameter_is_written_by_the_stage_that_holds_it(foreign):
+    """What loads or averages weights does it on every rank; a stand-in takes part and holds nothing."""
+    layer = torch.nn.Linear(2, 3)
+    layer.weight = foreign
+    layer.load_state_dict({"weight": torch.zeros(3, 2), "bias": torch.ones(3)})
+    foreign.data.copy_(foreign.detach().lerp_(foreign.data.clone(), 0.5))
+    assert layer.weight is foreign and torch.equal(layer.bias, torch.ones(3))
+    with pytest.raises(PhantomError, match=r"uses parameter `fc1.weight` of stage 0, .* `aten.copy_.default` writes"):
+        torch.ones(3, 2).copy_(foreign)
+
+
+def test_a_module_with_a_foreign_parameter_can_be_moved_and_converted(foreign):
+    layer = torch.nn.Linear(2, 3)
+    layer.weight, foreign.has_gradient = foreign, True
+    for convert in (torch.nn.Module.double, lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu")):
+        convert(layer)
+        assert layer.weight is foreign and foreign.dtype == foreign.meta.dtype == layer.bias.dtype
+    assert foreign.requires_grad and foreign.dtype == torch.bfloat16
+
+
+def test_a_foreign_parameter_equals_itself_alone(foreign):
+    other = ForeignParameter(torch.ones(3, 2), CPU, "fc2.weight", (0,))
+    assert torch.equal(foreign, foreign)
+    assert not torch.equal(foreign, other) and not torch.equal(torch.ones(3, 2), foreign)
+
+
+def test_lists_of_real_tensors_and_phantoms_are_taken_apart(foreign):
+    """`torch._foreach_*`, as averages of weights use it: real ones are computed, stand-ins meet stand-ins."""
+    real = torch.zeros(3, 2)
+    torch._foreach_lerp_([foreign.detach(), real], [foreign.detach(), torch.ones(3, 2)], 0.25)
+    assert torch.equal(real, torch.full((3, 2), 0.25))
+    with pytest.raises(PhantomError, match=r"`aten\._foreach_add_\.List` writes it into a real tensor"):
+        torch._foreach_add_([real, real], [torch.ones(3, 2), foreign.detach()])
+    norms = torch._foreach_norm([real, foreign.detach()])
+    assert norms[0] == real.norm() and isinstance(norms[1], Phantom)
+    with pytest.raises(PhantomError, match=r"uses parameter `fc1.weight` of stage 0, .* `float` reads its data"):
+        float(torch.stack(norms).norm())
+
+
+def test_shapes_alone_may_be_asked_for(foreign):
+    layer = torch.nn.Linear(2, 3)
+    layer.weight = foreign
+    with shapes_only():
+        out = layer(torch.ones(5, 2))
+    assert isinstance(out, Phantom) and out.shape == (5, 3)
+    with pytest.raises(PhantomError, match="`linear` uses it outside its module"):
+        layer(torch.ones(5, 2))
 
 
 def test_a_phantom_is_not_copied():
