@@ -1,5 +1,6 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
 # make test    every test; JOBS=4 runs four at a time
+# make test-lowest   the same with the lowest versions that we support, in an environment of their own (a CUDA build, GBs)
 # make check   formatting, lint, types, import rule, doctests
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.
@@ -9,13 +10,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+LOWEST := .venv-lowest/bin
+
+.PHONY: demo test test-lowest check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(if $(JOBS),-n $(JOBS) --dist worksteal)
+
+test-lowest: .venv-lowest/.installed
+	$(LOWEST)/python -m pytest -q $(if $(JOBS),-n $(JOBS) --dist worksteal)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -34,6 +40,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+.venv-lowest/.installed: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST)/python || $(PYTHON) -m venv .venv-lowest
+	$(LOWEST)/python -m pip install -q -c constraints-lowest.txt torch
+	$(LOWEST)/python -m pip install -q -c constraints-lowest.txt -e '.[dev]'
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output

@@ -102,8 +102,9 @@ def _flat(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """torch.distributed.checkpoint warns where a process reads or writes without the others."""
+    """torch.distributed.checkpoint warns where a process reads or writes without the others, and of itself."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # its own, before torch 2.10
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_axis_groups, open_store
-from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO
+from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -190,7 +190,7 @@ class MeshStrategy(ParallelStrategy):
             disconnect()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, **given(weights_only))
         refuse_foreign(checkpoint, Path(checkpoint_path))
         return checkpoint
 

@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stage import Recompute
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.trainer.holders import catch_up, cut_copies, refuse_sharded, tell_whole_groups
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
@@ -496,7 +497,7 @@ class PipelineStrategy(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if Path(checkpoint_path).is_file() or self._pipeline is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return load_sharded(Path(checkpoint_path), self._holds, weights_only)
+        return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
 
     def _holds(self, name: str) -> bool:
         """Whether this rank needs a sharded checkpoint's tensor of that name."""

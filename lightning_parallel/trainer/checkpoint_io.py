@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_parallel.checkpoint import files
+
+# Before version 2.6 Lightning reads whole checkpoints, objects and all, and has no argument to say otherwise.
+_ALWAYS_TRUSTS = "weights_only" not in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -28,8 +32,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if _is_remote(path):
-            return super().load_checkpoint(path, map_location, weights_only)
-        return files.read_checkpoint(Path(path), map_location or "cpu", weights_only)
+            return super().load_checkpoint(path, map_location, **given(weights_only))
+        return files.read_checkpoint(Path(path), map_location or "cpu", as_lightning_reads(weights_only))
+
+
+def as_lightning_reads(weights_only: bool | None) -> bool | None:
+    """What an argument that was left out means to this version of Lightning."""
+    return False if _ALWAYS_TRUSTS else weights_only
+
+
+def given(weights_only: bool | None) -> dict[str, Any]:
+    """The argument for Lightning's methods, which take it from version 2.6 on."""
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def _is_remote(path: str | Path) -> bool:

@@ -46,7 +46,7 @@ def csv_logger(run: Run) -> Any:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     with open(run.folder / "csv" / "version_0" / "metrics.csv") as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    return files, rows
+    return OnRankZero((files, rows))  # written whole when rank 0's fit has ended
 
 
 def tensorboard_logger(run: Run) -> Any:
@@ -54,7 +54,7 @@ def tensorboard_logger(run: Run) -> Any:
     events = EventAccumulator(str(run.folder / "board" / "version_0"))
     events.Reload()
     scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
-    return scalars, (run.folder / "board" / "version_0" / "hparams.yaml").read_text()
+    return OnRankZero((scalars, (run.folder / "board" / "version_0" / "hparams.yaml").read_text()))
 
 
 class Experiment(Classifier):

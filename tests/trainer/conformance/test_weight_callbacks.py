@@ -5,22 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     Callback,
-    EMAWeightAveraging,
     ModelSummary,
     RichModelSummary,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import Tensor, nn
 
 from tests.trainer.conformance.runs import OnRankZero, Run, Suite, core, whole_batches
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
 from tests.trainer.pipelines import Case, failure_of
+
+if not hasattr(callbacks, "EMAWeightAveraging"):
+    pytest.skip("Lightning averages weights from version 2.6 on", allow_module_level=True)
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
 LOADERS = (lambda: row_loader((8, 5, 8)), lambda: row_loader((5, 8)))
 
