@@ -35,6 +35,7 @@ from lightning_parallel.pipeline.leftovers import (
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
     PLAIN,
+    ForeignParameter,
     Phantom,
     PhantomError,
     TensorMeta,
@@ -88,6 +89,7 @@ class StageRun:
         self.again = again
         self.plain = not learn and not cut.recompute_blocks
         self._replaying = False
+        self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
 
@@ -99,7 +101,7 @@ class StageRun:
         """
         last = self.stage == self.cut.layout.num_stages - 1
         try:
-            with self.cut.active_as(self):
+            with self.cut.active_as(self), self._lending():
                 result = step()
         except StepCut:
             return None
@@ -116,8 +118,19 @@ class StageRun:
     def replay(self) -> Iterator[None]:
         """While a backward runs: blocks recomputed by activation checkpointing find this micro-batch's inputs."""
         self._replaying, self.plain = True, False
-        with self.cut.active_as(self):
+        with self.cut.active_as(self), self._lending():
             yield
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Other stages' parameters outlive a run: what they were bound to in this one counts while it is active."""
+        for parameter, value in self._lent:
+            parameter.value = value
+        try:
+            yield
+        finally:
+            for parameter, _ in self._lent:
+                parameter.value = None
 
     def call(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -262,6 +275,8 @@ class StageRun:
             )
         for position, leaf in needed.items():
             leaf.value = self.inputs[position]
+            if isinstance(leaf, ForeignParameter):
+                self._lent.append((leaf, self.inputs[position]))
         if self.needed is None:
             self.needed = tuple(needed)
 

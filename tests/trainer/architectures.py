@@ -117,7 +117,7 @@ placed_texts = _loader(
         "attention_mask": _lengths(g, n),
         "labels": _tokens(g, n, LENGTH),
         "position_ids": torch.randint(LENGTH, (n, LENGTH), generator=g),
-    }  # fmt: skip
+    }
 )
 images = _loader(lambda g, n: {"pixel_values": torch.randn(n, 3, 16, 16, generator=g), "labels": _classes(g, n)})
 sounds = _loader(lambda g, n: {"input_features": torch.randn(n, 8, 16, generator=g), "labels": _tokens(g, n, LENGTH)})
