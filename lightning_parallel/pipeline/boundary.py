@@ -72,7 +72,8 @@ class Departure:
         else:
             self.await_answer(contract)
             self._check(run, contract)
-        self.forward.send([run.outputs[position] for position in contract.travelling()])
+        travelling = contract.travelling()
+        self.forward.send([run.outputs[position] for position in travelling], contract.metas(travelling))
         return contract
 
     def await_answer(self, contract: Contract) -> None:
@@ -141,6 +142,10 @@ class Arrival:
             assert run.needed is not None
             contract.needed = run.needed
             self.backward.send_object(run.needed)
+
+    def send_gradients(self, inbox: Inbox, contract: Contract) -> None:
+        """Send back the gradients of what was received."""
+        self.backward.send(inbox.take_gradients(contract), contract.metas(contract.with_gradient()))
 
     def settle(self) -> None:
         """Before a step: let go of what was sent before the last one."""

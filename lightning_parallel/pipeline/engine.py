@@ -250,7 +250,7 @@ class Engine:
             with held.run.replay():
                 torch.autograd.backward(held.roots(), gradients)
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
-            self.arrival.backward.send(held.inbox.take_gradients(held.arrival))
+            self.arrival.send_gradients(held.inbox, held.arrival)
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""

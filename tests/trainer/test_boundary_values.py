@@ -35,7 +35,13 @@ class Carries(nn.Module):
         assert nothing is None and state["nothing"] is None and state["tag"] == "a tag"
         assert state["half"].dtype == torch.bfloat16 and not state["across"].is_contiguous()
         (twice, scale), phase = state["pair"], state["phase"]
-        h = state["h"] + phase.real * phase.imag + state["half"] * scale + state["across"].t() + twice
+        h = (
+            state["h"]
+            + phase.real * phase.imag
+            + state["half"] * scale
+            + state["across"].t().view(-1).view(len(twice), -1)
+            + twice
+        )
         h = torch.where(state["even"], h, -h).gather(1, state["order"]) + positions[None] * mask
         return carried(torch.tanh(self.layer(h)), phase), positions.flip(0)
 
@@ -61,7 +67,7 @@ class ManyKinds(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.start(x)
-        positions, mask = torch.arange(WIDTH), torch.ones_like(h, dtype=torch.bool).tril()
+        positions, mask = torch.arange(WIDTH), torch.ones_like(h, dtype=torch.bool).cumsum(1) % 2 == 0
         state = carried(h, torch.complex(h, 1 - h))
         for block in self.blocks:
             call = (
@@ -127,12 +133,14 @@ class CallsAgainAndDrops(CallsAgain):
     rate = 0.5
 
 
+# What travels has not all its rows first, so the loss check cannot join it.
+MANY: dict[str, Any] = {"check_loss": False}
 DOUBLE = {"precision": "64-true"}
 SAME = {
-    "many kinds": Case(ManyKinds, row_loader, trainer=DOUBLE),
-    "many kinds, dynamic": Case(ManyKinds, row_loader, {"dynamic_shapes": True}, DOUBLE),
-    "many kinds, checkpointed": Case(ManyKindsRecomputed, row_loader, trainer=DOUBLE),
-    "many kinds, recomputed": Case(ManyKinds, row_loader, {"recompute": "stage"}, DOUBLE),
+    "many kinds": Case(ManyKinds, row_loader, MANY, DOUBLE),
+    "many kinds, dynamic": Case(ManyKinds, row_loader, {**MANY, "dynamic_shapes": True}, DOUBLE),
+    "many kinds, checkpointed": Case(ManyKindsRecomputed, row_loader, MANY, DOUBLE),
+    "many kinds, recomputed": Case(ManyKinds, row_loader, {**MANY, "recompute": "stage"}, DOUBLE),
     "eager, in place": Case(lambda: Compiled("eager", True), row_loader, trainer=DOUBLE),
     "eager, wrapped": Case(lambda: Compiled("eager", False), row_loader, trainer=DOUBLE),
     "aot_eager, in place": Case(lambda: Compiled("aot_eager", True), row_loader, trainer=DOUBLE),
