@@ -41,6 +41,7 @@ DISTILBERT = {
     "vocab_size": VOCABULARY, "dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0,
     "num_labels": LABELS, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "max_position_embeddings": 16,
 }  # fmt: skip
+DEBERTA = {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 GEMMA = {**DECODER, "head_dim": 8, "sliding_window": 4}
 ENCODER_BLOCKS = [f"model.{part}.block.{i}" for part in ("encoder", "decoder") for i in range(4)]
 OF_ENCODER = {"model.encoder.final_layer_norm": 0, "model.decoder.embed_tokens": 0}
@@ -92,6 +93,10 @@ CASES = {
     "more text": {
         "Gemma 2": Case(tiny("Gemma2ForCausalLM", "Gemma2Config", GEMMA), texts),
         "Qwen 2": Case(tiny("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "use_cache": True}), texts),
+        "DeBERTa": Case(
+            tiny("DebertaV2ForMaskedLM", "DebertaV2Config", DEBERTA), texts,
+            {"stages": {"model.deberta.encoder.rel_embeddings": 0}},
+        ),
         "Mixtral": Case(tiny("MixtralForCausalLM", "MixtralConfig", DECODER), texts),
     },
     "two stacks": {
