@@ -13,7 +13,7 @@ that skip a stage. They raise, naming module and stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
 from lightning_parallel.pipeline.leftovers import (
     call_hooks,
     call_hooks_inside,
@@ -34,7 +35,6 @@ from lightning_parallel.pipeline.leftovers import (
 )
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
-    PLAIN,
     ForeignParameter,
     Phantom,
     PhantomError,
@@ -45,7 +45,7 @@ from lightning_parallel.pipeline.phantom import (
     summon,
     with_values,
 )
-from lightning_parallel.pipeline.random_streams import RandomStreams, behind, own, repeated
+from lightning_parallel.pipeline.random_streams import RandomStreams, repeated
 
 Recompute = Literal["none", "block", "stage"]
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
@@ -376,7 +376,7 @@ class Cut:
         for number, unit in enumerate(layout.units):
             module = model.get_submodule(unit.name)
             inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
-            _intercept(module, Hook(self, unit, number, inside))
+            intercept(module, Hook(self, unit, number, inside))
 
     @contextmanager
     def active_as(self, run: StageRun | None) -> Iterator[None]:
@@ -398,58 +398,7 @@ class Cut:
         for encoder in self._nested:
             encoder.enable_nested_tensor = True
         for module in self.model.modules():
-            if "_pipeline_hook" in module.__dict__:
-                module.__class__ = type(module).__mro__[2]
-                del module.__dict__["_pipeline_hook"]
-
-
-class Hook:
-    """What an intercepted module knows: its cut, its unit, and what follows from them."""
-
-    def __init__(self, cut: Cut, unit: Unit, number: int, inside: Sequence[tuple[str, nn.Module]]) -> None:
-        self.cut, self.unit, self.name, self.stage = cut, unit, unit.name, unit.stage
-        self.begins_stage = unit.stage > 0 and unit.block == cut.layout.bounds[unit.stage]
-        self.origin = f"the output of `{unit.name}` (stage {unit.stage})"
-        self.left = f"{unit.name} leaves behind"  # key of its attributes among the outputs
-        self.shown = f"{unit.name} shows to hooks"  # key of what hooks inside it are called with
-        self.inside = inside
-        self.own_stream, self.stream_behind = own(number), behind(number)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return self
-
-
-class _Intercepted:
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hook: Hook = self.__dict__["_pipeline_hook"]
-        run = hook.cut.active
-        if run is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if (
-            not run.plain or hook.stage != run.stage or hook.begins_stage or hook.name in run.called
-            or kwargs or not PLAIN.issuperset(map(type, args))
-        ):  # fmt: skip
-            return run.call(hook, self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
-        # Almost every call: a block of this stage with plain arguments. Written out, since it runs for every block.
-        run.called[hook.name] = 1
-        start, key = hook.cut.streams.start, run.key
-        start(key ^ hook.own_stream)
-        try:
-            return super().__call__(*args)  # type: ignore[misc]
-        finally:
-            start(key ^ hook.stream_behind)
-
-
-_classes: dict[type, type] = {}
-
-
-def _intercept(module: nn.Module, hook: Hook) -> None:
-    """Swap the module's class for a subclass whose `__call__` asks the active run: user hooks see real tensors only."""
-    cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    module.__class__ = _classes[cls]
-    module.__dict__["_pipeline_hook"] = hook
+            let_go(module)
 
 
 __all__ = ["Cut", "Hook", "Recompute", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]
