@@ -1,5 +1,5 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
-# make test    every test; JOBS=4 runs four at a time
+# make test    every test, two at a time; JOBS=1 one by one, JOBS=8 on a large machine
 # make test-lowest   the same with the lowest versions that we support, in an environment of their own (a CUDA build, GBs)
 # make check   formatting, lint, types, import rule, doctests
 #
@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest/bin
@@ -18,10 +19,10 @@ demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(if $(JOBS),-n $(JOBS) --dist worksteal)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 test-lowest: .venv-lowest/.installed
-	$(LOWEST)/python -m pytest -q $(if $(JOBS),-n $(JOBS) --dist worksteal)
+	$(LOWEST)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

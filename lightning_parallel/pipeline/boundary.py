@@ -92,7 +92,8 @@ class Departure:
         else:
             self.await_answer(contract)
             self._check(run, contract)
-        self.forward.send([run.outputs[position] for position in contract.travelling()])
+        travelling = contract.travelling()
+        self.forward.send([run.outputs[position] for position in travelling], contract.metas(travelling))
         if self.skip_connections:  # what stages further on need has to be known before the stage before is answered
             self.await_answer(contract)
         return contract
@@ -164,6 +165,10 @@ class Arrival:
             results = dict.fromkeys(leaf for leaf in (*run.wanted, *later) if leaf in contract.values)
             contract.needed = (*run.needed, *(leaf for leaf in results if leaf not in run.by_position))
             self.backward.send_object(contract.needed)
+
+    def send_gradients(self, inbox: Inbox, contract: Contract) -> None:
+        """Send back the gradients of what was received."""
+        self.backward.send(inbox.take_gradients(contract), contract.metas(contract.with_gradient()))
 
     def settle(self) -> None:
         """Before a step: let go of what was sent before the last one."""

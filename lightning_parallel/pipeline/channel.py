@@ -1,9 +1,9 @@
 """Point-to-point transfer between the ranks of a pipeline.
 
 The one idea: a `Channel` is one direction between two stages. Its tensors travel as raw bytes in the order they were
-sent (any dtype, any layout arrives as it was), on a communicator of its own where the device has streams, so that a
-send never waits behind a receive. Small objects (headers, once per input signature) travel beside them over the host's
-group. Nothing here copies a tensor to the host.
+sent (any dtype; a transposed or channels-last layout arrives as it was agreed), on a communicator of its own where the
+device has streams, so that a send never waits behind a receive. Small objects (headers, once per input signature)
+travel beside them over the host's group. Nothing here copies a tensor to the host.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Receipt:
     waiting: Waiting
 
     def wait(self) -> list[Tensor]:
-        """The received tensors, contiguous. On CUDA the current stream waits, not the host."""
+        """The received tensors. On CUDA the current stream waits, not the host."""
         if self.works:
             with self.waiting(self.what):
                 for work in self.works:
@@ -79,18 +80,27 @@ class Channel:
         self._sending: deque[tuple[Any, Tensor]] = deque()
         self._sent_before: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Start sending; returns at once. The bytes are kept until they have left."""
+    def send(self, tensors: Sequence[Tensor], metas: Sequence[TensorMeta] | None = None) -> None:
+        """Start sending; returns at once. The bytes are kept until they have left.
+
+        ``metas`` are those that the other end receives with: they say in which order the bytes lie. Without them the
+        tensors are received contiguous.
+        """
         self._forget_sent()
-        for tensor in tensors:
-            payload = _to_bytes(tensor)
+        orders = [None] * len(tensors) if metas is None else map(_storage_order, metas)
+        for tensor, order in zip(tensors, orders, strict=True):
+            payload = _to_bytes(tensor, order)
             if payload.numel():
                 self._sending.append((self._isend(payload), payload))
 
     def post(self, metas: Sequence[TensorMeta], what: str) -> Receipt:
         """Start receiving tensors of the given metas; `what` says in an error which value is waited for."""
-        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in metas]
-        works = [self._irecv(_to_bytes(tensor)) for tensor in tensors if tensor.numel()]
+        tensors = [_empty(meta, self.device) for meta in metas]
+        works = [
+            self._irecv(_to_bytes(tensor, _storage_order(meta)))
+            for tensor, meta in zip(tensors, metas, strict=True)
+            if tensor.numel()
+        ]
         return Receipt(tensors, works, what, self.waiting)
 
     def send_object(self, value: Any) -> None:
@@ -165,9 +175,32 @@ class Channel:
         return int(rank == max(self.source, self.target))
 
 
-def _to_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor; of a contiguous one, a view."""
+@lru_cache(maxsize=4096)
+def _storage_order(meta: TensorMeta) -> tuple[int, ...] | None:
+    """The dimensions from the slowest to the fastest in memory; None for contiguous, and where memory has gaps."""
+    order = sorted(range(len(meta.shape)), key=lambda d: -meta.stride[d])
+    expected = 1
+    for d in reversed(order):
+        if meta.shape[d] != 1 and meta.stride[d] != expected:
+            return None
+        expected *= meta.shape[d]
+    return None if order == sorted(order) else tuple(order)
+
+
+def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
+    """Memory for a tensor, laid out as the meta says."""
+    order = _storage_order(meta)
+    if order is None:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    in_memory = torch.empty([meta.shape[d] for d in order], dtype=meta.dtype, device=device)
+    return in_memory.permute([order.index(d) for d in range(len(order))])
+
+
+def _to_bytes(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+    """The bytes of a tensor with its dimensions in an order; of one that lies so in memory, a view."""
     tensor = tensor.detach()
+    if order is not None:
+        tensor = tensor.permute(order)
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().view(-1).view(torch.uint8)

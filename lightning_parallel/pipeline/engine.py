@@ -232,9 +232,11 @@ class Engine:
         received = dict(zip(contract.travelling(), receipt.wait(), strict=True))
         return contract, Inbox.of(received, contract, training)
 
-    def _to_keep(self, signature: Hashable) -> Sequence[Leaf]:
-        """What units return that stages further on want."""
-        return self.departure.results(signature) if self.departure is not None else ()
+    def _to_keep(self, signature: Hashable) -> Sequence[Leaf] | None:
+        """What units return that stages further on want; None where values do not pass stages by."""
+        if self.departure is None or not self.departure.skip_connections:
+            return None
+        return self.departure.results(signature)
 
     def _keep_edges(self, held: _Held) -> None:
         """Keep where gradients enter, not the tensors: what was sent may be freed when it has left."""
@@ -256,7 +258,7 @@ class Engine:
             with held.run.replay():
                 torch.autograd.backward(held.roots(), gradients)
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
-            self.arrival.backward.send(held.inbox.take_gradients(held.arrival))
+            self.arrival.send_gradients(held.inbox, held.arrival)
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_parallel.pipeline.compiled import refuse_compiled_around
+
 PARTITIONS = ("parameters", "count", "flops")
 Partition = Literal["parameters", "count", "flops"] | Sequence[int]
 
@@ -75,6 +77,7 @@ def lay_out(
             ' blocks="path.to.container" or blocks=["first", "second", ...].'
         )
     found = _collect(model, names)
+    refuse_compiled_around(model, [name for name, _ in found])
     first = next(i for i, (_, block) in enumerate(found) if block is not None)
     costs = _costs(model, found, len(names), first, partition)
     bounds = _bounds(costs, num_stages, partition)
@@ -143,20 +146,27 @@ def _named_blocks(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
 
 
 def _collect(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, int | None]]:
-    """Every unit with its place in the chain, in order of registration; containers of blocks are looked into."""
+    """Every unit with its place in the chain, in order of registration; containers of blocks are looked into.
+
+    A module that is registered under several names is one unit: a block, or what was registered first.
+    """
     index = {name: i for i, name in enumerate(blocks)}
     units: list[tuple[str, int | None]] = []
+    seen = {id(model.get_submodule(name)) for name in blocks}
 
     def visit(module: nn.Module, prefix: str) -> None:
         for child_name, child in module.named_children():
             name = prefix + child_name
             if name in index:
                 units.append((name, index[name]))
+            elif id(child) in seen:
+                continue
             elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 continue  # bare parameters, held by every stage
             elif any(block.startswith(f"{name}.") for block in blocks) or type(child) in (nn.ModuleList, nn.ModuleDict):
                 visit(child, f"{name}.")
             elif next(child.parameters(), None) is not None:
+                seen.add(id(child))
                 units.append((name, None))
 
     visit(model, "")

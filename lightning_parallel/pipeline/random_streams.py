@@ -91,3 +91,8 @@ def own(module: int) -> int:
 def behind(module: int) -> int:
     """What tells the stream with which the step goes on behind a module, whether it computed here or elsewhere."""
     return mix(2 * module + 1)
+
+
+def repeated(before_this: int) -> int:
+    """What tells the streams of a module's second and later calls in a step from those of its first."""
+    return mix(before_this, 1) if before_this else 0

@@ -7,7 +7,8 @@ The one idea: every unit's `__call__` is intercepted. While a `StageRun` is acti
 * of a later stage stops the step: its arguments are what is sent on.
 
 The last stage runs the step to its end: the user's loss, the user's logging. Outside a run modules behave as ever.
-Left out: modules called twice in a step and values that skip a stage. They raise, naming module and stages.
+A module may be called again while its stage lasts. Left out: calls of a module after its stage has ended, and values
+that skip a stage. They raise, naming module and stages.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline.leftovers import call_hooks, leave_phantoms, left_behind, tensor_attributes
+from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
+from lightning_parallel.pipeline.leftovers import (
+    call_hooks,
+    call_hooks_inside,
+    hooks_inside,
+    is_hooked,
+    leave_phantoms,
+    left_behind,
+    tensor_attributes,
+)
 from lightning_parallel.pipeline.partition import Layout, Unit
 from lightning_parallel.pipeline.phantom import (
-    PLAIN,
+    ForeignParameter,
     Leaf,
     Phantom,
     PhantomError,
@@ -35,7 +46,7 @@ from lightning_parallel.pipeline.phantom import (
     summon,
     with_values,
 )
-from lightning_parallel.pipeline.random_streams import RandomStreams, behind, own
+from lightning_parallel.pipeline.random_streams import RandomStreams, repeated
 
 Recompute = Literal["none", "block", "stage"]
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
@@ -59,7 +70,7 @@ class StageRun:
         outputs: what may be sent, set when the step is cut: leaves of the arguments of the next stage's first block by
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
         record: if not None, filled with what this stage's units return.
-        called: names of the units called so far.
+        called: how often each unit was called so far, by name.
         again: whether this micro-batch ran before, keeping nothing.
         plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
@@ -74,7 +85,7 @@ class StageRun:
         known: UnitOutputs,
         learn: bool,
         again: bool = False,
-        keep: Collection[Leaf] = (),
+        keep: Collection[Leaf] | None = None,
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.inputs, self.known = inputs, known
@@ -84,10 +95,11 @@ class StageRun:
         self.wanted: dict[Leaf, None] = {}
         self.by_position: set[Leaf] = set()
         self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
-        self.called: set[str] = set()
+        self.called: dict[str, int] = {}
         self.again = again
         self.plain = not learn and not cut.recompute_blocks and not keep
         self._replaying = False
+        self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
 
@@ -99,7 +111,7 @@ class StageRun:
         """
         last = self.stage == self.cut.layout.num_stages - 1
         try:
-            with self.cut.active_as(self):
+            with self.cut.active_as(self), self._lending():
                 result = step()
         except StepCut:
             return None
@@ -119,8 +131,19 @@ class StageRun:
     def replay(self) -> Iterator[None]:
         """While a backward runs: blocks recomputed by activation checkpointing find this micro-batch's inputs."""
         self._replaying, self.plain = True, False
-        with self.cut.active_as(self):
+        with self.cut.active_as(self), self._lending():
             yield
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Other stages' parameters outlive a run: what they were bound to in this one counts while it is active."""
+        for parameter, value in self._lent:
+            parameter.bind(value)
+        try:
+            yield
+        finally:
+            for parameter, _ in self._lent:
+                parameter.value = None
 
     def call(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,33 +152,49 @@ class StageRun:
         unit = hook.unit
         if self._replaying:
             return self._call_again(hook, owner, module, args, kwargs)
-        if unit.name in self.called:
-            if unit.name in self.cut.without_parameters:
-                return module(*args, **kwargs)  # as any operation of the step: on every stage
-            raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step. The pipeline strategy"
-                " runs each module once a step: join the inputs and call it once, or train with one stage."
-            )
+        before_this = self.called.get(unit.name, 0)
+        if before_this and unit.name in self.cut.without_parameters:
+            return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
-        self.called.add(unit.name)
+        if before_this and unit.name in self.cut.normed:
+            raise PhantomError(
+                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step and holds a BatchNorm,"
+                " whose running statistics the pipeline strategy updates once a batch: join the inputs and call it"
+                " once, or train with one stage."
+            )
+        self.called[unit.name] = before_this + 1
         if unit.stage < self.stage:
-            return self._phantom_result(hook, owner, args, kwargs)
-        before = tensor_attributes(owner) if self.record is not None else {}
+            return self._phantom_result(hook, owner, args, kwargs, before_this)
+        if before_this == 0:
+            self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        result = self._compute(hook, module, args, kwargs)
-        if self.record is not None:
-            self.record[unit.name] = describe(result)
-            self.record[hook.left] = left_behind(owner, before)
-        if self.record is not None or self._keep:
-            self._put_aside(unit.name, result)
+        if self.record is None:
+            result = self._compute(hook, module, args, kwargs, before_this)
+        else:
+            result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
+        if self._keep or (self._keep is not None and self.record is not None):
+            self._put_aside(_nth(hook.name, before_this), result)
+        return result
+
+    def _compute_and_note(
+        self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int
+    ) -> Any:
+        """Call a unit for real, and describe to later stages what it returns, leaves behind and shows to hooks."""
+        assert self.record is not None
+        attributes = tensor_attributes(owner)
+        with hooks_inside(hook.inside) as shown:
+            result = self._compute(hook, module, args, kwargs, before_this)
+        self.record[_nth(hook.name, before_this)] = describe(result)
+        self.record[_nth(hook.left, before_this)] = left_behind(owner, attributes)
+        self.record[_nth(hook.shown, before_this)] = shown
         return result
 
     def _put_aside(self, unit: str, result: Any) -> None:
         """Keep what a unit returned for the stages that want it (as long as they are not known, for all)."""
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
-            if self.record is not None or (unit, number) in self._keep:
+            if self.record is not None or (unit, number) in (self._keep or ()):
                 self._made[unit, number] = tensor
 
     def fetch(self, leaf: Leaf) -> Tensor | None:
@@ -175,18 +214,24 @@ class StageRun:
                 f"A recomputation on stage {self.stage} runs on into `{unit.name}` of stage {unit.stage}. Leave early"
                 " stop of torch.utils.checkpoint on, or checkpoint blocks one by one."
             )
+        if self.called.get(unit.name, 0) > 1:
+            raise PhantomError(
+                f"A recomputation calls `{unit.name}` (stage {unit.stage}), which the step calls more than once: which"
+                ' call it repeats cannot be told. Use PipelineStrategy(recompute="block"), or checkpoint inside it.'
+            )
         if unit.stage < self.stage:
-            return self._phantom_result(hook, owner, args, kwargs)
+            return self._phantom_result(hook, owner, args, kwargs, 0)
+        self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        return self._compute(hook, module, args, kwargs)
+        return self._compute(hook, module, args, kwargs, 0)
 
-    def _compute(self, hook: Hook, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
         """Call a unit for real, with random numbers of its own."""
         if not self.cut.recompute_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
-            return self._draw_and_call(hook, module, args, kwargs)
+            return self._draw_and_call(hook, module, args, kwargs, before_this)
         before = _versions(args, kwargs)
         result = checkpoint(
-            self._draw_and_call, hook, module, args, kwargs, use_reentrant=False, preserve_rng_state=False
+            self._draw_and_call, hook, module, args, kwargs, before_this, use_reentrant=False, preserve_rng_state=False
         )
         if _versions(args, kwargs) != before:
             raise ValueError(
@@ -195,34 +240,45 @@ class StageRun:
             )
         return result
 
-    def _draw_and_call(
-        self, hook: Hook, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.cut.streams.start(self.key ^ hook.own_stream)
+    def _draw_and_call(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
+        key = self.key ^ repeated(before_this)
+        self.cut.streams.start(key ^ hook.own_stream)
         try:
             return module(*args, **kwargs)
         finally:
-            self.cut.streams.start(self.key ^ hook.stream_behind)
+            self.cut.streams.start(key ^ hook.stream_behind)
 
-    def _phantom_result(self, hook: Hook, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = hook.unit
-        if unit.name not in self.known:
-            raise PhantomError(
-                f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
-                f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
-                f' or move it with stages={{"{unit.name}": {self.stage}}}.'
-            )
-        left = self.known.get(hook.left)
+    def _phantom_result(self, hook: Hook, owner: nn.Module, args: Any, kwargs: Any, before_this: int) -> Any:
+        name = _nth(hook.name, before_this)
+        if name not in self.known:
+            self._refuse_unknown(hook.unit, before_this)
+        left = self.known.get(_nth(hook.left, before_this))
         if left:
             leave_phantoms(owner, left, self.cut.device, hook.origin)
-        result = summon(self.known[unit.name], self.cut.device, hook.origin, unit.name)
-        self.cut.streams.start(self.key ^ hook.stream_behind)
-        hooked = owner._forward_hooks or "forward" in owner.__dict__
-        return call_hooks(owner, args, kwargs, result) if hooked else result
+        result = summon(self.known[name], self.cut.device, hook.origin, name)
+        self.cut.streams.start(self.key ^ repeated(before_this) ^ hook.stream_behind)
+        call_hooks_inside(hook.inside, self.known.get(_nth(hook.shown, before_this)), self.cut.device, hook.unit)
+        return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
 
-    def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _refuse_unknown(self, unit: Unit, before_this: int) -> None:
+        """A unit of an earlier stage that this stage calls and that stage did not."""
+        if before_this:
+            raise PhantomError(
+                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step, and stage {unit.stage}"
+                " has ended by then. Join the inputs and call it once, call it before the first block of the next"
+                " stage, or train with one stage."
+            )
+        raise PhantomError(
+            f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
+            f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
+            f' or move it with stages={{"{unit.name}": {self.stage}}}.'
+        )
+
+    def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any) -> None:
         if unit.block == self._first_block and self.stage:
             self._enter(unit, args, kwargs)
+
+    def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
             return args, kwargs
         args, kwargs = self.realized((args, kwargs))
@@ -260,6 +316,8 @@ class StageRun:
             if leaf.leaf is not None:
                 self._made[leaf.leaf] = self.inputs[position]
                 self.by_position.add(leaf.leaf)
+            if isinstance(leaf, ForeignParameter):
+                self._lent.append((leaf, self.inputs[position]))
         if self.needed is None:
             self.needed = tuple(needed)
 
@@ -294,9 +352,27 @@ class StageRun:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    " hold. Pass it through the blocks (as an argument of the block where the stage begins), set"
-                    " skip_connections=True, or choose blocks= so that producer and reader share a stage."
+                    f" hold. {self._remedy(leaf.origin)}"
                 )
+
+    def _remedy(self, origin: str) -> str:
+        """What to do about a value that this stage lacks."""
+        for unit in self.cut.layout.units:
+            if unit.block is None and origin.startswith(f"parameter `{unit.name}."):
+                return f'Move its module with stages={{"{unit.name}": {self.stage}}}.'
+        return (
+            "Pass it through the blocks (as an argument of the block where the stage begins), set"
+            " skip_connections=True, or choose blocks= so that producer and reader share a stage."
+        )
+
+
+def _nth(name: str, before_this: int) -> str:
+    """A key for what one of several calls of a unit made."""
+    return f"{name}, call {before_this + 1}" if before_this else name
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def _versions(*trees: Any) -> list[int]:
@@ -332,12 +408,19 @@ class Cut:
         self.without_parameters = {
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
         }
+        self.normed = {
+            unit.name
+            for unit in layout.units
+            if any(isinstance(m, _BatchNorm) for m in model.get_submodule(unit.name).modules())
+        }
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
         for encoder in self._nested:
             encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
         for number, unit in enumerate(layout.units):
-            _intercept(model.get_submodule(unit.name), Hook(self, unit, number))
+            module = model.get_submodule(unit.name)
+            inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
+            intercept(module, Hook(self, unit, number, inside))
 
     @contextmanager
     def active_as(self, run: StageRun | None) -> Iterator[None]:
@@ -359,56 +442,7 @@ class Cut:
         for encoder in self._nested:
             encoder.enable_nested_tensor = True
         for module in self.model.modules():
-            if "_pipeline_hook" in module.__dict__:
-                module.__class__ = type(module).__mro__[2]
-                del module.__dict__["_pipeline_hook"]
-
-
-class Hook:
-    """What an intercepted module knows: its cut, its unit, and what follows from them."""
-
-    def __init__(self, cut: Cut, unit: Unit, number: int) -> None:
-        self.cut, self.unit, self.name, self.stage = cut, unit, unit.name, unit.stage
-        self.begins_stage = unit.stage > 0 and unit.block == cut.layout.bounds[unit.stage]
-        self.origin = f"the output of `{unit.name}` (stage {unit.stage})"
-        self.left = f"{unit.name} leaves behind"  # key of its attributes among the outputs
-        self.own_stream, self.stream_behind = own(number), behind(number)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return self
-
-
-class _Intercepted:
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hook: Hook = self.__dict__["_pipeline_hook"]
-        run = hook.cut.active
-        if run is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if (
-            not run.plain or hook.stage != run.stage or hook.begins_stage or hook.name in run.called
-            or kwargs or not PLAIN.issuperset(map(type, args))
-        ):  # fmt: skip
-            return run.call(hook, self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
-        # Almost every call: a block of this stage with plain arguments. Written out, since it runs for every block.
-        run.called.add(hook.name)
-        start, key = hook.cut.streams.start, run.key
-        start(key ^ hook.own_stream)
-        try:
-            return super().__call__(*args)  # type: ignore[misc]
-        finally:
-            start(key ^ hook.stream_behind)
-
-
-_classes: dict[type, type] = {}
-
-
-def _intercept(module: nn.Module, hook: Hook) -> None:
-    """Swap the module's class for a subclass whose `__call__` asks the active run: user hooks see real tensors only."""
-    cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(cls.__name__, (_Intercepted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    module.__class__ = _classes[cls]
-    module.__dict__["_pipeline_hook"] = hook
+            let_go(module)
 
 
 __all__ = ["Cut", "Hook", "Recompute", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]
