@@ -21,6 +21,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
+from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
@@ -29,7 +30,6 @@ from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import Cut, Recompute
 
 _DIFFERENT = {
     "batch": (

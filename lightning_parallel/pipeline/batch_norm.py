@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Phantom
-from lightning_parallel.pipeline.stage import Cut
 
 
 class _Sums:

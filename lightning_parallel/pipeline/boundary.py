@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.channel import Channel, Receipt
-from lightning_parallel.pipeline.phantom import Leaf, PhantomError, TensorMeta, describe
+from lightning_parallel.pipeline.phantom import Leaf, PhantomError
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.values import TensorMeta, describe
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.phantom import TensorMeta
+from lightning_parallel.pipeline.values import TensorMeta
 
 _BLOCK = 512  # bytes of an object's first message
 

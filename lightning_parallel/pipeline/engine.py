@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.channel import Receipt
 from lightning_parallel.pipeline.clock import Clock
+from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.stage import Cut, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 
 
 @dataclass

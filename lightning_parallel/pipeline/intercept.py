@@ -16,7 +16,7 @@ from lightning_parallel.pipeline.phantom import PLAIN
 from lightning_parallel.pipeline.random_streams import behind, own
 
 if TYPE_CHECKING:
-    from lightning_parallel.pipeline.stage import Cut
+    from lightning_parallel.pipeline.cut import Cut
 
 
 class Hook:

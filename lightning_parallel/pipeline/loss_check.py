@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.phantom import Phantom, TensorMeta
-from lightning_parallel.pipeline.stage import Cut, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.values import TensorMeta
 
 _INTERNAL = frozenset(vars(nn.Module()))
 Received = tuple[Mapping[Place, Tensor], UnitOutputs]  # values by position, and what the units before return

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline import foreach
 
@@ -231,35 +229,6 @@ def _remember(recipe: Recipe, sources: Sequence[Phantom], result: Any) -> None:
             part.leaves = leaves
 
 
-def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
-    """The value of a Phantom, computed or fetched if it has none; None if that is not possible.
-
-    Args:
-        phantom: it is bound to the value.
-        fetch: gives what a unit of another stage returned, or None.
-    """
-    if phantom.value is not None:
-        return phantom.value if phantom.value._version == phantom.version else None
-    if any(leaf.spoilt for leaf in phantom.leaves or (phantom,)):
-        return None
-    value = _compute(phantom.recipe, fetch) if phantom.recipe is not None else None
-    if value is None and phantom.leaf is not None:
-        value = fetch(phantom.leaf)
-    if value is None or (value.shape, value.dtype) != (phantom.meta.shape, phantom.meta.dtype):
-        return None
-    phantom.bind(value)
-    return value
-
-
-def _compute(recipe: Recipe, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
-    if any(realize(source, fetch) is None for source in phantoms_in((recipe.args, recipe.kwargs))):
-        return None
-    args, kwargs = with_values((recipe.args, recipe.kwargs))
-    with torch.set_grad_enabled(recipe.grad):
-        result = recipe.func(*args, **kwargs)
-    return result if recipe.index is None else result[recipe.index]
-
-
 def phantoms_in(tree: Any) -> list[Phantom]:
     """The Phantoms in nested tuples, lists and dicts, in order. (By hand: it runs with every call of every block.)"""
     if isinstance(tree, Phantom):
@@ -360,40 +329,3 @@ def _unread(x: Phantom, what: str) -> str:
         " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a"
         " stage."
     )
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """Shape, stride and dtype of a tensor, to be sent in a header."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def describe(tree: Any) -> Any:
-    """Replace every tensor in a structure by its `TensorMeta`."""
-    return tree_map_only(Tensor, lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), tree)
-
-
-def summon(tree: Any, device: torch.device, origin: str, unit: str | None = None) -> Any:
-    """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`; `unit`: what returned them."""
-    if isinstance(tree, TensorMeta):
-        phantom = Phantom(_meta_like(tree), device, origin)
-        phantom.leaf = None if unit is None else (unit, 0)
-        return phantom
-    numbers = count()
-
-    def make(x: Any) -> Any:
-        if not isinstance(x, TensorMeta):
-            return x
-        phantom = Phantom(_meta_like(x), device, origin)
-        phantom.leaf = None if unit is None else (unit, next(numbers))
-        return phantom
-
-    return tree_map(make, tree)
-
-
-@lru_cache(maxsize=4096)
-def _meta_like(x: TensorMeta) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")

@@ -7,23 +7,23 @@ The one idea: every unit's `__call__` is intercepted. While a `StageRun` is acti
 * of a later stage stops the step: its arguments are what is sent on.
 
 The last stage runs the step to its end: the user's loss, the user's logging. Outside a run modules behave as ever.
-A module may be called again while its stage lasts. Left out: calls of a module after its stage has ended, and values
-that skip a stage. They raise, naming module and stages.
+A module may be called again while its stage lasts. Left out: calls of a module after its stage has ended. They raise,
+naming module and stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
+from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.leftovers import (
     call_hooks,
     call_hooks_inside,
@@ -33,22 +33,18 @@ from lightning_parallel.pipeline.leftovers import (
     left_behind,
     tensor_attributes,
 )
-from lightning_parallel.pipeline.partition import Layout, Unit
+from lightning_parallel.pipeline.partition import Unit
 from lightning_parallel.pipeline.phantom import (
     ForeignParameter,
     Leaf,
     Phantom,
     PhantomError,
-    TensorMeta,
-    describe,
     phantoms_in,
-    realize,
-    summon,
     with_values,
 )
-from lightning_parallel.pipeline.random_streams import RandomStreams, repeated
+from lightning_parallel.pipeline.random_streams import repeated
+from lightning_parallel.pipeline.values import describe, realize, summon
 
-Recompute = Literal["none", "block", "stage"]
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
@@ -371,78 +367,6 @@ def _nth(name: str, before_this: int) -> str:
     return f"{name}, call {before_this + 1}" if before_this else name
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
-
-
 def _versions(*trees: Any) -> list[int]:
     """How often each tensor among a call's arguments has been written to."""
     return [leaf._version for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-class Cut:
-    """A model whose units are intercepted, so that a step can be run as any one stage of a layout.
-
-    Args:
-        model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
-        recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
-            whose run makes the loss and all that the step logs, each block).
-        stage: the stage that this rank runs.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        device: torch.device,
-        streams: RandomStreams,
-        recompute: Recompute = "none",
-        stage: int = 0,
-    ) -> None:
-        self.model, self.layout, self.device, self.streams = model, layout, device, streams
-        makes_loss = stage == layout.num_stages - 1
-        self.recomputes = recompute != "none"
-        self.recompute_blocks = recompute == "block" or (recompute == "stage" and makes_loss)
-        self.recompute_stage = recompute == "stage" and not makes_loss
-        self.active: StageRun | None = None
-        self.without_parameters = {
-            unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
-        }
-        self.normed = {
-            unit.name
-            for unit in layout.units
-            if any(isinstance(m, _BatchNorm) for m in model.get_submodule(unit.name).modules())
-        }
-        self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
-        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
-        for encoder in self._nested:
-            encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
-        for number, unit in enumerate(layout.units):
-            module = model.get_submodule(unit.name)
-            inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
-            intercept(module, Hook(self, unit, number, inside))
-
-    @contextmanager
-    def active_as(self, run: StageRun | None) -> Iterator[None]:
-        """Make a run the active one; None lets all modules run as they are."""
-        before, self.active = self.active, run
-        try:
-            yield
-        finally:
-            self.active = before
-
-    def block_name(self, block: int) -> str:
-        return self._blocks[block]
-
-    def first_block(self, stage: int) -> str:
-        return f"`{self._blocks[self.layout.bounds[stage]]}`"
-
-    def release(self) -> None:
-        """Give every module its own class back."""
-        for encoder in self._nested:
-            encoder.enable_nested_tensor = True
-        for module in self.model.modules():
-            let_go(module)
-
-
-__all__ = ["Cut", "Hook", "Recompute", "StageRun", "StepCut", "TensorMeta", "UnitOutputs"]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -25,26 +24,23 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import (
     PrunedOptimizer,
-    full_state_dict,
-    load_full_state_dict,
-    own_state_dict,
 )
-from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.cut import Recompute
 from lightning_parallel.pipeline.engine import Engine, Marks
 from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.stage import Recompute
 from lightning_parallel.pipeline.stats import PipelineStats
-from lightning_parallel.strategies.base import MeshStrategy, StartMethod
-from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
-from lightning_parallel.trainer.holders import catch_up, cut_copies, refuse_sharded, tell_whole_groups
+from lightning_parallel.strategies.arguments import all_are, is_count, read_schedule, refuse_arguments
+from lightning_parallel.strategies.base import StartMethod
+from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
+from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
@@ -57,7 +53,7 @@ _PARTITION_WORDS = '"parameters", "flops", "count" or a list with the number of 
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
-class PipelineStrategy(MeshStrategy):
+class PipelineStrategy(PipelineCheckpoints):
     """Cuts the model into stages, one a rank, and runs every batch as micro-batches by a schedule.
 
     The LightningModule is used as it is. Global rank 0 holds the last stage: loss, logging and progress bar are real
@@ -116,16 +112,16 @@ class PipelineStrategy(MeshStrategy):
         patience: Patience | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        _refuse_arguments(
+        super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
+        refuse_arguments(
             schedule=(schedule, isinstance(schedule, (str, Path, Schedule)), "a name, a path or a Schedule"),
             num_microbatches=(
                 num_microbatches,
-                num_microbatches is None or _is_count(num_microbatches, 1),
+                num_microbatches is None or is_count(num_microbatches, 1),
                 "at least 1",
             ),
-            blocks=(blocks, isinstance(blocks, str) or _all_are(blocks, str), '"auto", a name or names'),
-            partition=(partition, partition in PARTITIONS or _all_are(partition, int), _PARTITION_WORDS),
+            blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
+            partition=(partition, partition in PARTITIONS or all_are(partition, int), _PARTITION_WORDS),
             stages=(stages, stages is None or isinstance(stages, Mapping), "a mapping of names to stages"),
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
             check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),
@@ -137,23 +133,19 @@ class PipelineStrategy(MeshStrategy):
             ),
             receive_ahead=(
                 receive_ahead,
-                receive_ahead is None or _is_count(receive_ahead, 0),
+                receive_ahead is None or is_count(receive_ahead, 0),
                 "a number of actions, 0 or more",
             ),
             recompute=(recompute, recompute in get_args(Recompute), '"none", "block" or "stage"'),
-            data_parallel_size=(data_parallel_size, _is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
+            data_parallel_size=(data_parallel_size, is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
-        self.state_dict_type, self.data_parallel_size = state_dict_type, data_parallel_size
-        self.schedule = _read_schedule(schedule, num_microbatches)
+        self.data_parallel_size = data_parallel_size
+        self.schedule = read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
         self.skip_connections = skip_connections
         self.receive_ahead, self.recompute = receive_ahead, recompute
-        self._pipeline: Pipeline | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._pruned: dict[int, PrunedOptimizer] = {}
         self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
         self.stats: PipelineStats | None = None
@@ -171,11 +163,6 @@ class PipelineStrategy(MeshStrategy):
     def stage(self) -> int:
         """The stage of this rank: the last stage lies on global rank 0, where Lightning shows and logs."""
         return self.num_stages - 1 - self.axis_rank("pipeline")
-
-    @property
-    def pipeline(self) -> Pipeline:
-        assert self._pipeline is not None, "the pipeline exists after setup"
-        return self._pipeline
 
     @property
     def metrics(self) -> StepMetrics:
@@ -450,108 +437,3 @@ class PipelineStrategy(MeshStrategy):
         gradients = [p.grad for _, p in own if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale)
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
-        assert self.lightning_module is not None
-        if self._pipeline is not None and self.pipeline.copy > 0:
-            return {}  # the first copy's state is the model's
-        if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
-            return super().lightning_module_state_dict()
-        if self.state_dict_type == "sharded":
-            return own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
-        return self._whole(self.lightning_module.state_dict())
-
-    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
-        if self.pipeline.copy > 0:
-            return {}
-        self.raise_failure()
-        with self.connected():
-            return full_state_dict(state, self.pipeline.table, self.pipeline.gather)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self.pipeline.copy > 0:
-            return {"state": {}, "param_groups": []}
-        if self.state_dict_type == "sharded":
-            return self._pruned[id(inner)].own_state()
-        self.raise_failure()
-        with self.connected():
-            return self._pruned[id(inner)].full_state(self.pipeline.gather)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
-        tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
-        if self.state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        self.raise_failure()
-        with self.connected():
-            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if Path(checkpoint_path).is_file() or self._pipeline is None:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
-
-    def _holds(self, name: str) -> bool:
-        """Whether this rank needs a sharded checkpoint's tensor of that name."""
-        kind, _, key = name.partition("/")
-        if kind == "optimizer":
-            number, parameter, _ = key.split("/", 2)
-            pruned = list(self._pruned.values())
-            return int(number) < len(pruned) and pruned[int(number)].holds(int(parameter))
-        table = self.pipeline.table
-        return key not in table.by_name or table.owns(key)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        replaced = catch_up(self.lightning_module.trainer, self.lightning_module)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if replaced:
-                self._pruned[id(optimizer)].take_over()
-            self._pruned[id(optimizer)].load_full_state(state)
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-
-def _refuse_arguments(**arguments: tuple[Any, bool, str]) -> None:
-    """Raise for the first argument that is not right: {name: (what is, whether it is right, what was needed)}."""
-    for name, (value, right, needed) in arguments.items():
-        if not right:
-            raise ValueError(f"PipelineStrategy({name}={value!r}): {name} is {needed}.")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _all_are(values: Any, kind: type) -> bool:
-    return (
-        isinstance(values, Sequence)
-        and not isinstance(values, str)
-        and bool(values)
-        and all(isinstance(value, kind) for value in values)
-    )
-
-
-def _read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
-    if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        schedules.make(schedule, 2, 2)  # raises for an unknown name, here where the user can see it
-        return schedule
-    read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)
-    read.check()
-    if num_microbatches not in (None, read.num_microbatches):
-        raise ValueError(
-            f"PipelineStrategy(num_microbatches={num_microbatches}) got schedule {read.name!r}, which is for"
-            f" {read.num_microbatches} micro-batches. Leave num_microbatches out, or give a schedule by name."
-        )
-    return read

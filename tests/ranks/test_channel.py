@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure
 from lightning_parallel.pipeline.channel import Channel
-from lightning_parallel.pipeline.phantom import TensorMeta, describe
+from lightning_parallel.pipeline.values import TensorMeta, describe
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.partition import lay_out
 from lightning_parallel.pipeline.random_streams import RandomStreams
-from lightning_parallel.pipeline.stage import Cut
 
 SIZES = [2, 2, 1]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]

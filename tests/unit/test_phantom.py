@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.phantom import (
-    ForeignParameter,
-    Phantom,
-    PhantomError,
-    TensorMeta,
-    bound,
-    describe,
-    shapes_only,
-    summon,
-)
+from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom, PhantomError, bound, shapes_only
+from lightning_parallel.pipeline.values import TensorMeta, describe, summon
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,85 @@
+"""A model cut into stages: its units intercepted, so that a step can be run as any one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
+from lightning_parallel.pipeline.partition import Layout
+from lightning_parallel.pipeline.random_streams import RandomStreams
+
+if TYPE_CHECKING:
+    from lightning_parallel.pipeline.stage import StageRun
+
+Recompute = Literal["none", "block", "stage"]
+
+
+class Cut:
+    """A model whose units are intercepted, so that a step can be run as any one stage of a layout.
+
+    Args:
+        model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
+        recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
+            whose run makes the loss and all that the step logs, each block).
+        stage: the stage that this rank runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        streams: RandomStreams,
+        recompute: Recompute = "none",
+        stage: int = 0,
+    ) -> None:
+        self.model, self.layout, self.device, self.streams = model, layout, device, streams
+        makes_loss = stage == layout.num_stages - 1
+        self.recomputes = recompute != "none"
+        self.recompute_blocks = recompute == "block" or (recompute == "stage" and makes_loss)
+        self.recompute_stage = recompute == "stage" and not makes_loss
+        self.active: StageRun | None = None
+        self.without_parameters = {
+            unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
+        }
+        self.normed = {
+            unit.name
+            for unit in layout.units
+            if any(isinstance(part, _BatchNorm) for part in model.get_submodule(unit.name).modules())
+        }
+        self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
+        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
+        for encoder in self._nested:
+            encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
+        for number, unit in enumerate(layout.units):
+            module = model.get_submodule(unit.name)
+            inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
+            intercept(module, Hook(self, unit, number, inside))
+
+    @contextmanager
+    def active_as(self, run: StageRun | None) -> Iterator[None]:
+        """Make a run the active one; None lets all modules run as they are."""
+        before, self.active = self.active, run
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def block_name(self, block: int) -> str:
+        return self._blocks[block]
+
+    def first_block(self, stage: int) -> str:
+        return f"`{self._blocks[self.layout.bounds[stage]]}`"
+
+    def release(self) -> None:
+        """Give every module its own class back."""
+        for encoder in self._nested:
+            encoder.enable_nested_tensor = True
+        for module in self.model.modules():
+            let_go(module)

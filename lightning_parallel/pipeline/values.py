@@ -1,0 +1,85 @@
+"""From tensors to what is said of them in a header, from that to Phantoms, and from Phantoms to values again.
+
+The one idea: a stage that computes describes what it returned; a later one summons Phantoms from the description; where
+one of them, or what was computed from it, is needed after all, it is made real from what has come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from lightning_parallel.pipeline.phantom import Leaf, Phantom, Recipe, phantoms_in, with_values
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, stride and dtype of a tensor, to be sent in a header."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def describe(tree: Any) -> Any:
+    """Replace every tensor in a structure by its `TensorMeta`."""
+    return tree_map_only(Tensor, lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), tree)
+
+
+def summon(tree: Any, device: torch.device, origin: str, unit: str | None = None) -> Any:
+    """Replace every `TensorMeta` in a structure by a fresh Phantom on `device`; `unit`: what returned them."""
+    if isinstance(tree, TensorMeta):
+        phantom = Phantom(_meta_like(tree), device, origin)
+        phantom.leaf = None if unit is None else (unit, 0)
+        return phantom
+    numbers = count()
+
+    def make(x: Any) -> Any:
+        if not isinstance(x, TensorMeta):
+            return x
+        phantom = Phantom(_meta_like(x), device, origin)
+        phantom.leaf = None if unit is None else (unit, next(numbers))
+        return phantom
+
+    return tree_map(make, tree)
+
+
+@lru_cache(maxsize=4096)
+def _meta_like(x: TensorMeta) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+
+
+def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+    """The value of a Phantom, computed or fetched if it has none; None if that is not possible.
+
+    Args:
+        phantom: it is bound to the value.
+        fetch: gives what a unit of another stage returned, or None.
+    """
+    if phantom.value is not None:
+        return phantom.value if phantom.value._version == phantom.version else None
+    if any(leaf.spoilt for leaf in phantom.leaves or (phantom,)):
+        return None
+    value = _compute(phantom.recipe, fetch) if phantom.recipe is not None else None
+    if value is None and phantom.leaf is not None:
+        value = fetch(phantom.leaf)
+    if value is None or (value.shape, value.dtype) != (phantom.meta.shape, phantom.meta.dtype):
+        return None
+    phantom.bind(value)
+    return value
+
+
+def _compute(recipe: Recipe, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+    if any(realize(source, fetch) is None for source in phantoms_in((recipe.args, recipe.kwargs))):
+        return None
+    args, kwargs = with_values((recipe.args, recipe.kwargs))
+    with torch.set_grad_enabled(recipe.grad):
+        result = recipe.func(*args, **kwargs)
+    return result if recipe.index is None else result[recipe.index]

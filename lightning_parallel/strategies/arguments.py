@@ -1,0 +1,44 @@
+"""What a strategy's arguments have to be, said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_parallel.pipeline import schedules
+from lightning_parallel.pipeline.schedule import Schedule
+
+
+def refuse_arguments(**arguments: tuple[Any, bool, str]) -> None:
+    """Raise for the first argument that is not right: {name: (what is, whether it is right, what was needed)}."""
+    for name, (value, right, needed) in arguments.items():
+        if not right:
+            raise ValueError(f"PipelineStrategy({name}={value!r}): {name} is {needed}.")
+
+
+def is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def all_are(values: Any, kind: type) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and not isinstance(values, str)
+        and bool(values)
+        and all(isinstance(value, kind) for value in values)
+    )
+
+
+def read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        schedules.make(schedule, 2, 2)  # raises for an unknown name, here where the user can see it
+        return schedule
+    read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)
+    read.check()
+    if num_microbatches not in (None, read.num_microbatches):
+        raise ValueError(
+            f"PipelineStrategy(num_microbatches={num_microbatches}) got schedule {read.name!r}, which is for"
+            f" {read.num_microbatches} micro-batches. Leave num_microbatches out, or give a schedule by name."
+        )
+    return read

@@ -1,0 +1,121 @@
+"""What a pipeline saves and loads: one process's checkpoint, or a folder to which every rank adds its part.
+
+The one idea: Lightning asks a strategy for the states of model and optimizers and hands back what it has read; here a
+rank answers with its stage's part, gathered to the whole or not, and takes its part of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint.full import (
+    PrunedOptimizer,
+    full_state_dict,
+    load_full_state_dict,
+    own_state_dict,
+)
+from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
+from lightning_parallel.pipeline.assembly import Pipeline
+from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
+from lightning_parallel.trainer.holders import catch_up, tell_whole_groups
+
+
+class PipelineCheckpoints(MeshStrategy):
+    """The part of a pipeline strategy that saves and loads.
+
+    Args:
+        state_dict_type: "full" or "sharded".
+        **kwargs: see `MeshStrategy`.
+
+    Raises:
+        ValueError: `state_dict_type` is another word.
+    """
+
+    def __init__(self, state_dict_type: Literal["full", "sharded"] = "full", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
+        self.state_dict_type = state_dict_type
+        self._pipeline: Pipeline | None = None
+        self._pruned: dict[int, PrunedOptimizer] = {}
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self._pipeline is not None, "the pipeline exists after setup"
+        return self._pipeline
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
+        assert self.lightning_module is not None
+        if self._pipeline is not None and self.pipeline.copy > 0:
+            return {}  # the first copy's state is the model's
+        if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
+            return super().lightning_module_state_dict()
+        if self.state_dict_type == "sharded":
+            return own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
+        return self._whole(self.lightning_module.state_dict())
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
+        if self.pipeline.copy > 0:
+            return {}
+        self.raise_failure()
+        with self.connected():
+            return full_state_dict(state, self.pipeline.table, self.pipeline.gather)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.pipeline.copy > 0:
+            return {"state": {}, "param_groups": []}
+        if self.state_dict_type == "sharded":
+            return self._pruned[id(inner)].own_state()
+        self.raise_failure()
+        with self.connected():
+            return self._pruned[id(inner)].full_state(self.pipeline.gather)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
+        tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
+        if self.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.raise_failure()
+        with self.connected():
+            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if Path(checkpoint_path).is_file() or self._pipeline is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
+
+    def _holds(self, name: str) -> bool:
+        """Whether this rank needs a sharded checkpoint's tensor of that name."""
+        kind, _, key = name.partition("/")
+        if kind == "optimizer":
+            number, parameter, _ = key.split("/", 2)
+            pruned = list(self._pruned.values())
+            return int(number) < len(pruned) and pruned[int(number)].holds(int(parameter))
+        table = self.pipeline.table
+        return key not in table.by_name or table.owns(key)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        replaced = catch_up(self.lightning_module.trainer, self.lightning_module)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if replaced:
+                self._pruned[id(optimizer)].take_over()
+            self._pruned[id(optimizer)].load_full_state(state)
+        _optimizers_to_device(self.optimizers, self.root_device)
