@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+QUICK = {"digits_1f1b", "digits_memory", "gpt_1f1b"}  # of these `make test` has enough
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
@@ -15,7 +16,11 @@ def test_there_are_configs():
 
 
 @pytest.mark.timeout(110)  # under a minute where nothing else runs
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(path, marks=[] if path.stem in QUICK else [pytest.mark.slow]) for path in CONFIGS],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
 def test_config_runs_as_it_stands(tmp_path, config):
     command = [sys.executable, "-m", "lightning_parallel", "fit", "--config", str(config)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -33,6 +33,8 @@ from tests.trainer.architectures import (
 from tests.trainer.modules import CLASSES, Classifier
 from tests.trainer.pipelines import Case, Record, assert_same, failure_of, many_on_stages, one_process
 
+pytestmark = pytest.mark.slow
+
 TWO = {"max_steps": 2}
 WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}
 SILENT = {"suppress_tokens": None, "begin_suppress_tokens": None}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 HOSTS = {"one": "10.213.7.1", "two": "10.213.7.2"}
 SCRIPT = """
 import sys, torch
