@@ -84,8 +84,8 @@ PIPELINE: dict[str, Any] = {
             " this stage, or use the optimizer's weight_decay."
         ),
         "model_called_twice": (
-            "Module `net.0` (stage 0) is called a second time in one step, and stage 0 has ended by then. Join the inputs"
-            " and call it once, call it before the first block of the next stage, or train with one stage."
+            "Module `net.0` (stage 0) is called a second time in one step, and stage 0 has ended by then. Join the"
+            " inputs and call it once, call it before the first block of the next stage, or train with one stage."
         ),
         "batch_size_finder": (
             "PipelineStrategy cannot run the batch size finder (Tuner.scale_batch_size, BatchSizeFinder): it tries"
