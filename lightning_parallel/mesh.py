@@ -36,16 +36,16 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def open_axis_groups(mesh: DeviceMesh) -> dict[str, Any]:
+def open_axis_groups(axes: Mapping[str, int]) -> dict[str, Any]:
     """For each axis between one rank and all of them, the group of this rank's line along it; all ranks call it.
 
     The mesh's own groups may serve the device alone; these serve the host too, as the default group does.
     """
     groups: dict[str, Any] = {}
-    for dim, axis in enumerate(mesh.mesh_dim_names or ()):
-        size = mesh.mesh.size(dim)
-        if 1 < size < mesh.mesh.numel():
-            for line in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    for dim, (axis, size) in enumerate(axes.items()):
+        if 1 < size < ranks.numel():
+            for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
                 group = dist.new_group(line)
                 if dist.get_rank() in line:
                     groups[axis] = group

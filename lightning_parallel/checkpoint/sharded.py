@@ -86,6 +86,11 @@ def load_sharded(
     return rest
 
 
+def is_sharded(path: Path) -> bool:
+    """Whether there is a folder at a path, or was a moment ago."""
+    return path.is_dir() or (not path.exists() and _old(path).is_dir())
+
+
 def consolidate(folder: Path, file: Path, weights_only: bool | None = None) -> None:
     """Make one file of a folder: what `trainer.save_checkpoint` writes in one process."""
     write(load_sharded(folder, weights_only=weights_only), file)

@@ -62,7 +62,7 @@ class Pipeline:
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
         recompute: see `Cut`.
-        group: the ranks of this copy; None: the default group's.
+        group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         data_group: the ranks of this stage in all copies; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
@@ -77,7 +77,7 @@ class Pipeline:
         copies: Sequence[Sequence[int]],
         device: torch.device,
         *,
-        group: Any = None,
+        group: Callable[[], Any] = lambda: None,
         data_group: Any = None,
         blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters",
@@ -184,7 +184,7 @@ class Pipeline:
         """Give every stage the loss stage's tensor, in place."""
         if self.num_stages > 1:
             with self.waiting("a value of the loss stage"):
-                dist.broadcast(tensor, self.ranks[-1], group=self._group)
+                dist.broadcast(tensor, self.ranks[-1], group=self._group())
 
     def tell(self, value: Any) -> None:
         """Send an object from the loss stage to every other rank over the host, without waiting."""
@@ -204,7 +204,7 @@ class Pipeline:
         """Sum over all stages, in place."""
         if self.num_stages > 1:
             with self.waiting("the other stages, to add up a value"):
-                dist.all_reduce(tensor, group=self._group)
+                dist.all_reduce(tensor, group=self._group())
 
     def all_reduce_over(self, tensor: Tensor, stages: Sequence[int]) -> None:
         """Sum over the stages that share a parameter, in place."""
@@ -234,7 +234,7 @@ class Pipeline:
             return [value]
         box: list[Any] = [None] * self.num_stages
         with self.waiting("the other stages, to compare notes"):
-            dist.all_gather_object(box, value, group=self._group)
+            dist.all_gather_object(box, value, group=self._group())
         return box
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -243,7 +243,7 @@ class Pipeline:
             return [value]
         box: list[Any] | None = [None] * self.num_stages if self.rank == self.ranks[-1] else None
         with self.waiting("the other stages, to gather the model's state"):
-            dist.gather_object(value, box, dst=self.ranks[-1], group=self._group)
+            dist.gather_object(value, box, dst=self.ranks[-1], group=self._group())
         return None if box is None else [box[sorted(self.ranks).index(rank)] for rank in self.ranks]
 
     # -- putting it together -------------------------------------------------------------------------------------------

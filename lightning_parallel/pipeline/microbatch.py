@@ -161,11 +161,15 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float | Tensor]) -> An
         >>> weighted_sum([torch.tensor(2.0), torch.tensor(float("nan"))], [1.0, 0.0])
         tensor(2.)
     """
-    first = values[0]
-    if isinstance(first, Tensor) and first.dim() == 0 and not isinstance(weights[0], Tensor) and len(set(weights)) == 1:
+    if all(isinstance(value, Tensor) and value.dim() == 0 for value in values) and _are_equal_numbers(weights):
         return torch.stack(list(values)).sum() * weights[0]  # three kernels, however many values
     terms = [_weighted(value, weight) for value, weight in zip(values, weights, strict=True)]
     return sum(terms[1:], terms[0])
+
+
+def _are_equal_numbers(weights: Sequence[float | Tensor]) -> bool:
+    """Whether all weigh the same, and something."""
+    return not any(isinstance(weight, Tensor) for weight in weights) and {*weights} == {weights[0]} != {0}
 
 
 def _weighted(value: Any, weight: float | Tensor) -> Any:

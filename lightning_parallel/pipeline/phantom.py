@@ -48,14 +48,52 @@ class PhantomError(RuntimeError):
 
 @dataclass
 class Recipe:
-    """How a Phantom was computed: a call, whether with gradients, and which of its results it is."""
+    """How a Phantom was computed.
+
+    Args:
+        func, args, kwargs: the call; lists and dicts among the arguments are copies.
+        tensors: the tensors among them, and how often each had been written to.
+        grad: whether the call was with gradients.
+        draws: how many random operators had run before.
+        index: which of the results the Phantom is, None if it is the only one.
+    """
 
     func: Callable
     args: Any
     kwargs: Any
+    tensors: list[tuple[Tensor, int]]
     grad: bool
     draws: int
     index: int | None = None
+
+    @classmethod
+    def of(cls, func: Callable, args: Any, kwargs: Any) -> Recipe:
+        """The recipe of a call that is about to be made."""
+        tensors: list[tuple[Tensor, int]] = []
+        args, kwargs = _kept(args, tensors), _kept(kwargs, tensors)
+        return cls(func, args, kwargs, tensors, torch.is_grad_enabled(), _random.count)
+
+    def holds(self) -> bool:
+        """Whether the arguments are still what they were."""
+        return all(version_of(tensor) == version for tensor, version in self.tensors)
+
+
+def _kept(tree: Any, tensors: list[tuple[Tensor, int]]) -> Any:
+    """Arguments that nobody changes later: containers copied, tensors noted."""
+    if isinstance(tree, Tensor):
+        if not isinstance(tree, Phantom):
+            tensors.append((tree, version_of(tree)))
+        return tree
+    if type(tree) in (list, tuple):
+        return type(tree)(_kept(x, tensors) for x in tree)
+    if type(tree) is dict:
+        return {key: _kept(x, tensors) for key, x in tree.items()}
+    return tree
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Random:
@@ -106,7 +144,7 @@ class Phantom(Tensor):
 
     def bind(self, value: Tensor) -> None:
         """Let this Phantom stand for a tensor that is there."""
-        self.value, self.version = value, value._version
+        self.value, self.version = value, version_of(value)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +158,7 @@ class Phantom(Tensor):
                 raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
             raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
-        recipe = Recipe(func, args, kwargs, torch.is_grad_enabled(), _random.count)
+        recipe = Recipe.of(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = func(*args, **kwargs)
         _remember(recipe, leaves, result)

@@ -40,6 +40,7 @@ from lightning_parallel.pipeline.phantom import (
     Phantom,
     PhantomError,
     phantoms_in,
+    version_of,
     with_values,
 )
 from lightning_parallel.pipeline.random_streams import repeated
@@ -108,7 +109,7 @@ class StageRun:
         last = self.stage == self.cut.layout.num_stages - 1
         try:
             with self.cut.active_as(self), self._lending():
-                result = step()
+                result = self.realized(step())
         except StepCut:
             return None
         if not last:
@@ -118,8 +119,6 @@ class StageRun:
                 f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
                 f" other blocks=.{skip}"
             )
-        with self.cut.active_as(self):
-            result = self.realized(result)
         self._refuse_phantoms(result, "returns")
         return result
 
@@ -369,4 +368,4 @@ def _nth(name: str, before_this: int) -> str:
 
 def _versions(*trees: Any) -> list[int]:
     """How often each tensor among a call's arguments has been written to."""
-    return [leaf._version for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [version_of(leaf) for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_parallel.pipeline.phantom import Leaf, Phantom, Recipe, phantoms_in, with_values
+from lightning_parallel.pipeline.phantom import Leaf, Phantom, Recipe, phantoms_in, version_of, with_values
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor 
         fetch: gives what a unit of another stage returned, or None.
     """
     if phantom.value is not None:
-        return phantom.value if phantom.value._version == phantom.version else None
+        return phantom.value if version_of(phantom.value) == phantom.version else None
     if any(leaf.spoilt for leaf in phantom.leaves or (phantom,)):
         return None
     value = _compute(phantom.recipe, fetch) if phantom.recipe is not None else None
@@ -77,7 +77,8 @@ def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor 
 
 
 def _compute(recipe: Recipe, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
-    if any(realize(source, fetch) is None for source in phantoms_in((recipe.args, recipe.kwargs))):
+    sources = phantoms_in((recipe.args, recipe.kwargs))
+    if not recipe.holds() or any(realize(source, fetch) is None for source in sources):
         return None
     args, kwargs = with_values((recipe.args, recipe.kwargs))
     with torch.set_grad_enabled(recipe.grad):

@@ -151,7 +151,7 @@ class MeshStrategy(ParallelStrategy):
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
-            self._groups = open_axis_groups(self._mesh)
+            self._groups = open_axis_groups(self.axes())
             self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
@@ -169,7 +169,7 @@ class MeshStrategy(ParallelStrategy):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """The host's group; opened for a while where the run has ended (`trainer.save_checkpoint` after `fit`)."""
+        """The host's groups; opened for a while where the run has ended (`trainer.save_checkpoint` after `fit`)."""
         environment = self.cluster_environment
         if dist.is_initialized() or self.world_size == 1 or environment is None:
             yield
@@ -184,6 +184,7 @@ class MeshStrategy(ParallelStrategy):
                 " Every rank has to call trainer.save_checkpoint, not rank 0 alone."
             ) from error
         try:
+            self._groups = open_axis_groups(self.axes())
             yield
             self.barrier("connected")
         finally:

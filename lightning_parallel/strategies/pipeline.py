@@ -222,7 +222,7 @@ class PipelineStrategy(PipelineCheckpoints):
             self.lightning_module,
             copies,
             self.root_device,
-            group=self.group("pipeline"),
+            group=partial(self.group, "pipeline"),
             data_group=self.group("data"),
             blocks=self.blocks,
             partition=self.partition,

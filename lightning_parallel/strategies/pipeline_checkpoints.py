@@ -20,7 +20,7 @@ from lightning_parallel.checkpoint.full import (
     load_full_state_dict,
     own_state_dict,
 )
-from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
+from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.base import MeshStrategy
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
@@ -54,32 +54,31 @@ class PipelineCheckpoints(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on global rank 0, nothing elsewhere (sharded: a rank's part); all ranks call it."""
         assert self.lightning_module is not None
-        if self._pipeline is not None and self.pipeline.copy > 0:
-            return {}  # the first copy's state is the model's
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
         if self.state_dict_type == "sharded":
-            return own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
+            own = own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
+            return own if self.pipeline.copy == 0 else {}
         return self._whole(self.lightning_module.state_dict())
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
-        if self.pipeline.copy > 0:
-            return {}
         self.raise_failure()
         with self.connected():
-            return full_state_dict(state, self.pipeline.table, self.pipeline.gather)
+            whole = full_state_dict(state, self.pipeline.table, self.pipeline.gather)
+        return whole if self.pipeline.copy == 0 else {}  # the first copy's state is the model's
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self.pipeline.copy > 0:
-            return {"state": {}, "param_groups": []}
+        pruned = self._pruned[id(inner)]
         if self.state_dict_type == "sharded":
-            return self._pruned[id(inner)].own_state()
+            own = pruned.own_state()
+            return own if self.pipeline.copy == 0 else {**own, "state": {}}
         self.raise_failure()
         with self.connected():
-            return self._pruned[id(inner)].full_state(self.pipeline.gather)
+            whole = pruned.full_state(self.pipeline.gather)
+        return whole if self.pipeline.copy == 0 else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
@@ -88,14 +87,19 @@ class PipelineCheckpoints(MeshStrategy):
         if self.state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if "://" in str(filepath):
+            raise ValueError(
+                f'{filepath} is remote, but state_dict_type="sharded" writes a folder that all hosts see. Give a path'
+                ' of a shared file system, or use state_dict_type="full".'
+            )
         self.raise_failure()
         with self.connected():
             save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if Path(checkpoint_path).is_file() or self._pipeline is None:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
+        if self._pipeline is not None and is_sharded(Path(checkpoint_path)):
+            return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _holds(self, name: str) -> bool:
         """Whether this rank needs a sharded checkpoint's tensor of that name."""

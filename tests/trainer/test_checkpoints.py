@@ -36,7 +36,7 @@ from tests.trainer.test_parity import KEY_BIAS, gpt, resident_mib
 SHARDED = {"state_dict_type": "sharded"}
 
 
-def saving(path: Path, **strategy: Any) -> Case:
+def saving(path: Path | str, **strategy: Any) -> Case:
     """A run of one epoch that saves at its end."""
 
     def save(trainer: Trainer, module: LightningModule) -> None:
@@ -177,6 +177,24 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, kind):
     expected = damage(path, kind)
     message = failure_of(Case(Classifier, row_loader, checkpoint=path))
     assert str(path) in message and expected in message
+
+
+def test_a_remote_folder_is_refused():
+    message = failure_of(saving("memory://folder/model.ckpt", **SHARDED))
+    assert message.startswith("memory://folder/model.ckpt is remote, but state_dict_type=")
+
+
+def test_a_remote_file_is_lightnings():
+    path = "memory://folder/model.ckpt"
+
+    def save_and_resume(trainer: Trainer, module: LightningModule) -> int:
+        trainer.save_checkpoint(path)
+        again = make_trainer(PipelineStrategy(), 1, max_steps=5, limit_val_batches=0)
+        again.fit(Classifier(), row_loader([8] * 5), row_loader(), ckpt_path=path)
+        return again.global_step
+
+    case = Case(Classifier, row_loader, after=save_and_resume)
+    assert on_stages(case, 1)[0].extra == 5
 
 
 def test_an_optimizer_of_other_groups_is_refused(tmp_path):

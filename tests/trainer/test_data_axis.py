@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_parallel.checkpoint.sharded import consolidate
 from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
@@ -160,17 +161,16 @@ def test_sizes_that_do_not_multiply_are_refused():
         run_ranks(run, 3, free_port(), group=False, timeout=50.0)
 
 
-def test_a_checkpoint_of_copies_is_one_processs(tmp_path):
-    path = tmp_path / "copies.ckpt"
-    case = Case(
-        Averaged,
-        lambda: loader(4),
-        trainer={"max_epochs": 1},
-        at_end=lambda trainer, module: trainer.save_checkpoint(path),
-    )
-    on_copies(case, 2, 2)
-    longer = case.but(trainer={"max_epochs": 2}, at_end=None, loader=lambda: loader(8))
-    whole, resumed = one_process(longer), one_process(longer.but(checkpoint=path))
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("moment", ["at_end", "after"])
+def test_a_checkpoint_of_copies_is_one_processs(tmp_path, kind: str, moment: str):
+    path, file = tmp_path / "copies.ckpt", tmp_path / "whole.ckpt"
+    save = {moment: lambda trainer, module: trainer.save_checkpoint(path)}
+    on_copies(Case(Averaged, lambda: loader(4), {"state_dict_type": kind}, {"max_epochs": 1}, **save), 2, 2)
+    if kind == "sharded":
+        consolidate(path, file, weights_only=False)
+    longer = Case(Averaged, lambda: loader(8), trainer={"max_epochs": 2})
+    whole, resumed = one_process(longer), one_process(longer.but(checkpoint=file if kind == "sharded" else path))
     for name, value in whole.weights.items():
         torch.testing.assert_close(resumed.weights[name], value, **CLOSE)
 

@@ -1,13 +1,14 @@
 """A Phantom has shape, dtype and device and no data, and is never silently wrong."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom, PhantomError, bound, shapes_only
-from lightning_parallel.pipeline.values import TensorMeta, describe, summon
+from lightning_parallel.pipeline.values import TensorMeta, describe, realize, summon
 
 CPU = torch.device("cpu")
 
@@ -254,3 +255,60 @@ def test_a_draw_moves_the_generator_as_one_with_data_does(draw):
     torch.manual_seed(0)
     assert isinstance(draw(phantom(4, 8)), Phantom)
     assert torch.equal(torch.rand(3), expected)
+
+
+# -- made real after all -----------------------------------------------------------------------------------------------
+
+
+def of_a_unit(values: Tensor) -> tuple[Phantom, Callable]:
+    """A Phantom of what a unit returned, and what fetches its value."""
+    phantom = summon(describe(values), CPU, "the output of `unit` (stage 0)", "unit")
+    return phantom, {("unit", 0): values}.get
+
+
+def test_what_was_computed_is_computed_again_with_gradients():
+    values = torch.tensor([[1.0, -2.0], [3.0, 4.0]], requires_grad=True)
+    phantom, fetch = of_a_unit(values)
+    low, high = torch.sigmoid(phantom * 2.0).chunk(2, dim=1)
+    real = realize(torch.cat([high, low.detach()], dim=1), fetch)
+    expected = torch.sigmoid(values * 2.0)
+    torch.testing.assert_close(real, expected.flip(1))
+    real.sum().backward()
+    slope = (2.0 * expected * (1.0 - expected)).detach()
+    torch.testing.assert_close(values.grad, slope * torch.tensor([0.0, 1.0]))
+
+
+def test_a_list_that_grows_later_is_remembered_as_it_was():
+    values = torch.ones(2)
+    phantom, fetch = of_a_unit(values)
+    features = [phantom, phantom * 2.0]
+    stacked = torch.stack(features)
+    features.append(phantom)
+    assert torch.equal(realize(stacked, fetch), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+
+
+def test_what_no_longer_holds_is_not_computed():
+    values, mask = torch.ones(2), torch.ones(2)
+    phantom, fetch = of_a_unit(values)
+    masked, drawn, doubled = phantom * mask, torch.dropout(phantom, 0.5, True), phantom * 2.0
+    mask.zero_()
+    assert realize(masked, fetch) is None  # another mask
+    assert realize(drawn, fetch) is None  # other random numbers
+    assert torch.equal(realize(doubled, fetch), torch.full((2,), 2.0))
+    later = phantom_of_bound(values)
+    values.add_(1.0)
+    assert realize(later, fetch) is None  # a block has written into what the Phantom stands for
+
+
+def phantom_of_bound(values: Tensor) -> Phantom:
+    """Something computed from a Phantom that got its value afterwards."""
+    phantom, _ = of_a_unit(values)
+    computed = phantom + 1.0
+    phantom.bind(values)
+    return computed
+
+
+def test_values_of_inference_mode_can_be_bound():
+    with torch.inference_mode():
+        phantom, fetch = of_a_unit(torch.ones(2))
+        assert torch.equal(realize(phantom * 3.0, fetch), torch.full((2,), 3.0))
