@@ -50,7 +50,8 @@ class PrunedOptimizer:
                 " LightningModule does not register. Assign their module to an attribute of the LightningModule."
             )
         self.groups += [[name_of[id(p)] for p in group["params"]] for group in new]
-        self.number = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
+        self.names = [name for group in self.groups for name in group]
+        self.number = {name: i for i, name in enumerate(self.names)}
         for group in new:
             for parameter in group["params"]:
                 if isinstance(parameter, ForeignParameter):
@@ -97,7 +98,7 @@ class PrunedOptimizer:
 
     def holds(self, number: int) -> bool:
         """Whether this rank holds the parameter of that number."""
-        return any(self.number[name] == number and self.table.owns(name) for name in self.number)
+        return self.table.owns(self.names[number])
 
     def load_full_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a one-process state dict.

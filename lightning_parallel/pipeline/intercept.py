@@ -29,6 +29,7 @@ class Hook:
         self.left = f"{unit.name} leaves behind"  # key of its attributes among the outputs
         self.shown = f"{unit.name} shows to hooks"  # key of what hooks inside it are called with
         self.inside = inside
+        self.hooks_inside = [part._forward_hooks for _, part in inside]
         self.own_stream, self.stream_behind = own(number), behind(number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:

@@ -126,8 +126,6 @@ def call_hooks_inside(inside: Inside, shown: Shown | None, device: torch.device,
         PhantomError: a hook is new since that stage said what hooks are called with.
     """
     hooked = {name: part for name, part in inside if part._forward_hooks}
-    if not hooked:
-        return
     new = sorted(set(hooked) - (shown.names if shown is not None else set()))
     if new:
         raise PhantomError(

@@ -252,7 +252,8 @@ class StageRun:
             leave_phantoms(owner, left, self.cut.device, hook.origin)
         result = summon(self.known[name], self.cut.device, hook.origin, name)
         self.cut.streams.start(self.key ^ repeated(before_this) ^ hook.stream_behind)
-        call_hooks_inside(hook.inside, self.known.get(_nth(hook.shown, before_this)), self.cut.device, hook.unit)
+        if any(hook.hooks_inside):
+            call_hooks_inside(hook.inside, self.known.get(_nth(hook.shown, before_this)), self.cut.device, hook.unit)
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
 
     def _refuse_unknown(self, unit: Unit, before_this: int) -> None:
