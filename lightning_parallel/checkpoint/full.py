@@ -90,9 +90,7 @@ class PrunedOptimizer:
         own = {
             self.number[entry.name]: _to_host(self.optimizer.state[parameter])
             for entry, parameter in self.table.own()
-            if entry.is_counted_on(self.table.stage)
-            and entry.name in self.number
-            and self.optimizer.state.get(parameter)
+            if entry.is_counted_on(self.table.row) and entry.name in self.number and self.optimizer.state.get(parameter)
         }
         return {"state": own, "param_groups": groups}
 
@@ -148,7 +146,7 @@ def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gat
 
 def own_state_dict(state: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
     """This rank's part of a state dict of the model, on the host; every name is in exactly one rank's part."""
-    return {name: _to_host(value) for name, value in state.items() if _owner(name, table) == table.stage}
+    return {name: _to_host(value) for name, value in state.items() if _owner(name, table) == table.row}
 
 
 def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool) -> None:
@@ -175,11 +173,11 @@ def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping
 
 
 def _owner(name: str, table: ParameterTable) -> int:
-    """The stage from which a name's value is taken: what belongs to no unit, from the last, where steps end."""
+    """The row from which a name's value is taken: what belongs to no unit, from the last stage's, where steps end."""
     if name in table.by_name:
-        return table.by_name[name].stages[0]
+        return table.by_name[name].rows[0]
     unit = next((unit for unit in table.layout.units if name.startswith(f"{unit.name}.")), None)
-    return table.layout.num_stages - 1 if unit is None else unit.stage
+    return table.holders[-1 if unit is None else unit.stage][0]
 
 
 def _to_host(value: Any) -> Any:

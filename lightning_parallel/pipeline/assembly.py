@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.boundary import Arrival, Departure
-from lightning_parallel.pipeline.channel import Channel, Waiting, nobody_waits
+from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
@@ -29,7 +28,8 @@ from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_sh
 from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
-from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.schedule import Action, Schedule
+from lightning_parallel.pipeline.seat import Seat
 
 _DIFFERENT = {
     "batch": (
@@ -55,7 +55,8 @@ class Pipeline:
 
     Args:
         model: the whole model, real or built under `without_memory`; this rank's part of it stays, the rest is freed.
-        copies: for every copy of the model (along the data axis) the global rank of each stage.
+        copies: for every copy of the model (along the data axis) the global rank of each row of the schedule.
+        placement: for every stage (of every replica) the row that holds it; default row s for stage s.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
         dynamic_shapes, skip_connections: see `Departure`.
@@ -63,7 +64,7 @@ class Pipeline:
             multiprocessors from the action before it.
         recompute: see `Cut`.
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
-        data_group: the ranks of this stage in all copies; None: the default group's.
+        data_group: the ranks of this row in all copies; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
 
@@ -76,6 +77,7 @@ class Pipeline:
         model: nn.Module,
         copies: Sequence[Sequence[int]],
         device: torch.device,
+        placement: Mapping[tuple[int, int], int] | None = None,
         *,
         group: Callable[[], Any] = lambda: None,
         data_group: Any = None,
@@ -93,10 +95,13 @@ class Pipeline:
         self.rank, self._copies = dist.get_rank(), [tuple(ranks) for ranks in copies]
         self.copy = next(i for i, ranks in enumerate(self._copies) if self.rank in ranks)
         self.ranks = self._copies[self.copy]
-        self.stage = self.ranks.index(self.rank)
-        self.data = DataAxis([ranks[self.stage] for ranks in self._copies], data_group, waiting)
-        layout = lay_out(model, len(self.ranks), blocks, partition, stages)
-        self.table = ParameterTable(model, layout, self.stage)
+        self.row = self.ranks.index(self.rank)
+        self.placement = dict(placement or {(0, row): row for row in range(len(self.ranks))})
+        self.num_stages = 1 + max(stage for _, stage in self.placement)
+        self.loss_rank = self.ranks[self.placement[0, self.num_stages - 1]]
+        self.data = DataAxis([ranks[self.row] for ranks in self._copies], data_group, waiting)
+        layout = lay_out(model, self.num_stages, blocks, partition, stages)
+        self.table = ParameterTable(model, layout, self._holders(), self.row)
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(device)
@@ -111,20 +116,27 @@ class Pipeline:
         self._equalize_shared()
         self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
-        self.cut = Cut(model, layout, device, self.streams, recompute, self.stage)
+        self.cut = Cut(model, layout, device, self.streams, recompute)
         self.clock = make_clock(device)
-        arrival, departure = self._open_boundaries(dynamic_shapes, skip_connections, waiting)
+        seats = self._take_seats(dynamic_shapes, skip_connections)
         self._news = {
-            rank: Channel(self.ranks[-1], rank, 2 * self.num_stages + stage, device, waiting=waiting)
-            for stage, rank in enumerate(self.ranks[:-1])
+            rank: Channel(self.loss_rank, rank, 2 * len(self.placement) + row, device, waiting=waiting)
+            for row, rank in enumerate(self.ranks)
+            if rank != self.loss_rank
         }
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
-        self.engine = Engine(self.cut, self.stage, arrival, departure, self.clock, fail, receive_ahead)
+        self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
 
     @property
-    def num_stages(self) -> int:
+    def num_ranks(self) -> int:
+        """How many ranks hold a copy of the model."""
         return len(self.ranks)
+
+    @property
+    def at_loss(self) -> bool:
+        """Whether this rank holds the last stage, where steps end."""
+        return self.rank == self.loss_rank
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""
@@ -160,7 +172,7 @@ class Pipeline:
         Raises:
             ValueError: they do not, naming the ranks.
         """
-        if self.num_stages == 1:
+        if self.num_ranks == 1:
             return
         everyone, ranks = self.all_gather({name: _digest(value) for name, value in values.items()}), sorted(self.ranks)
         for name, mine in everyone[0].items():
@@ -182,9 +194,9 @@ class Pipeline:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give every stage the loss stage's tensor, in place."""
-        if self.num_stages > 1:
+        if self.num_ranks > 1:
             with self.waiting("a value of the loss stage"):
-                dist.broadcast(tensor, self.ranks[-1], group=self._group())
+                dist.broadcast(tensor, self.loss_rank, group=self._group())
 
     def tell(self, value: Any) -> None:
         """Send an object from the loss stage to every other rank over the host, without waiting."""
@@ -202,14 +214,14 @@ class Pipeline:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all stages, in place."""
-        if self.num_stages > 1:
+        if self.num_ranks > 1:
             with self.waiting("the other stages, to add up a value"):
                 dist.all_reduce(tensor, group=self._group())
 
-    def all_reduce_over(self, tensor: Tensor, stages: Sequence[int]) -> None:
-        """Sum over the stages that share a parameter, in place."""
+    def all_reduce_over(self, tensor: Tensor, rows: Sequence[int]) -> None:
+        """Sum over the ranks that share a parameter, in place."""
         with self.waiting("the stages that share a parameter"):
-            dist.all_reduce(tensor, group=self._groups[tuple(stages)])
+            dist.all_reduce(tensor, group=self._groups[tuple(rows)])
 
     def sum_shared(self, gradients: dict[str, Tensor | None]) -> None:
         """Sum the gradients of parameters that several stages hold; None stays None where no stage made one.
@@ -230,29 +242,30 @@ class Pipeline:
 
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""
-        if self.num_stages == 1:
+        if self.num_ranks == 1:
             return [value]
-        box: list[Any] = [None] * self.num_stages
+        box: list[Any] = [None] * self.num_ranks
         with self.waiting("the other stages, to compare notes"):
             dist.all_gather_object(box, value, group=self._group())
         return box
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every stage's object in the order of stages on the loss stage's rank, None elsewhere; over the host."""
-        if self.num_stages == 1:
+        """Every rank's object in the order of rows on the loss stage's rank, None elsewhere; over the host."""
+        if self.num_ranks == 1:
             return [value]
-        box: list[Any] | None = [None] * self.num_stages if self.rank == self.ranks[-1] else None
+        box: list[Any] | None = [None] * self.num_ranks if self.rank == self.loss_rank else None
         with self.waiting("the other stages, to gather the model's state"):
-            dist.gather_object(value, box, dst=self.ranks[-1], group=self._group())
+            dist.gather_object(value, box, dst=self.loss_rank, group=self._group())
         return None if box is None else [box[sorted(self.ranks).index(rank)] for rank in self.ranks]
 
     # -- putting it together -------------------------------------------------------------------------------------------
 
     def _refuse_other_cut(self) -> None:
-        gone = [entry.name for entry, parameter in self.table.own() if isinstance(parameter, ForeignParameter)]
+        gone = [entry for entry, parameter in self.table.own() if isinstance(parameter, ForeignParameter)]
         if gone:
             raise ValueError(
-                f"This process gave `{gone[0]}` and {len(gone) - 1} other parameters of stage {self.stage} away when"
+                f"This process gave `{gone[0].name}` and {len(gone) - 1} other parameters of stage {gone[0].stages[0]}"
+                " away when"
                 " the module was cut before, for another number of stages or another partition. Build the module anew"
                 " and load a checkpoint."
             )
@@ -264,39 +277,63 @@ class Pipeline:
         self.data.equalize([seed])
         return int(seed)
 
+    def _holders(self) -> list[list[int]]:
+        """For each stage the rows that hold it, replica by replica."""
+        places = sorted(self.placement.items())
+        return [[row for (_, held), row in places if held == stage] for stage in range(self.num_stages)]
+
     def _open_groups(self) -> dict[tuple[int, ...], Any]:
-        """A group for each set of stages that shares a parameter; all ranks open all copies' in one order."""
+        """A group for each set of ranks that shares a parameter; all ranks open all copies' in one order."""
         groups = {}
-        for stages in sorted({entry.stages for entry in self.table.shared()}):
-            opened = [dist.new_group([ranks[s] for s in stages]) for ranks in self._copies]
-            groups[stages] = opened[self.copy]
+        for rows in sorted({entry.rows for entry in self.table.shared()}):
+            opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self._copies]
+            groups[rows] = opened[self.copy]
         return groups
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""
         for entry, parameter in self.own:
-            if len(entry.stages) > 1:
-                dist.broadcast(parameter.data, self.ranks[entry.stages[0]], group=self._groups[entry.stages])
+            if len(entry.rows) > 1:
+                dist.broadcast(parameter.data, self.ranks[entry.rows[0]], group=self._groups[entry.rows])
 
-    def _open_boundaries(
-        self, dynamic_shapes: bool, skip_connections: bool, waiting: Waiting
-    ) -> tuple[Arrival | None, Departure | None]:
-        arrival, departure = None, None
+    def _take_seats(self, dynamic_shapes: bool, skip_connections: bool) -> dict[tuple[int, int], Seat]:
+        """The stages of this rank; all ranks open the channels of all boundaries in one order."""
+        alone = len(self.placement) == self.num_ranks
+        arrivals: dict[tuple[int, int], Arrival] = {}
+        departures: dict[tuple[int, int], Departure] = {}
         for copy, ranks in enumerate(self._copies):
-            for stage, (here, there) in enumerate(pairwise(ranks)):
-                forward = self._open_channel(here, there, 2 * stage, waiting)
-                backward = self._open_channel(there, here, 2 * stage + 1, waiting)
-                if (copy, stage) == (self.copy, self.stage):
-                    departure = Departure(stage, forward, backward, dynamic_shapes, skip_connections)
-                if (copy, stage + 1) == (self.copy, self.stage):
-                    arrival = Arrival(stage + 1, forward, backward, dynamic_shapes)
-        return arrival, departure
+            for (replica, stage), row in sorted(self.placement.items()):
+                if stage == self.num_stages - 1:
+                    continue
+                here, there = ranks[row], ranks[self.placement[replica, stage + 1]]
+                tag = 2 * (replica * self.num_stages + stage)
+                forward, backward = self._open_channel(here, there, tag), self._open_channel(there, here, tag + 1)
+                if (copy, row) == (self.copy, self.row):
+                    ends = (stage, forward, backward, dynamic_shapes, skip_connections, alone)
+                    departures[replica, stage] = Departure(*ends)
+                if (copy, there) == (self.copy, self.rank):
+                    arrivals[replica, stage + 1] = Arrival(stage + 1, forward, backward, dynamic_shapes, alone)
+        mine = [seat for seat, row in sorted(self.placement.items()) if row == self.row]
+        return {seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat)) for seat in mine}
 
-    def _open_channel(self, source: int, target: int, tag: int, waiting: Waiting) -> Channel:
+    def _open_channel(self, source: int, target: int, tag: int) -> AnyChannel:
+        if source == target:
+            return LocalChannel()
         group = dist.new_group([source, target], backend="nccl") if self.device.type == "cuda" else None
-        channel = Channel(source, target, tag, self.device, None, group, waiting)
+        channel = Channel(source, target, tag, self.device, None, group, self.waiting)
         channel.warm_up(self.rank)
         return channel
+
+
+def rows_by_rank(schedule: Schedule) -> list[int]:
+    """The row of each rank of a model copy: the row of the last stage comes first, its neighbours before it follow.
+
+    Example:
+        >>> rows_by_rank(Schedule.from_text("0F0 0B0 / 1F0 1B0 / 2F0 2B0"))
+        [2, 1, 0]
+    """
+    last, count = schedule.placement[0, schedule.num_stages - 1], schedule.num_ranks
+    return list(range(count)) if last == 0 else [(last - rank) % count for rank in range(count)]
 
 
 @contextmanager

@@ -4,6 +4,9 @@ The one idea: the first time a signature is seen, the earlier stage sends a head
 tensor among the arguments of the next stage's first block) with all of those tensors; the later stage answers which of
 them it could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients
 come back for those that carry one. `dynamic_shapes=True` agrees anew every time.
+
+Where ranks hold several stages, an answer may depend on what the asking rank does next; there nobody waits for it
+before a forward, and all values travel for the length of the step in which a signature is new.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.channel import Channel, Receipt
+from lightning_parallel.pipeline.channel import AnyChannel, AnyReceipt
 from lightning_parallel.pipeline.phantom import Leaf, PhantomError
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta, describe
@@ -30,15 +33,17 @@ class Contract:
         values: {place: (meta, carries a gradient)} of every tensor that the earlier stage holds and the next one may
             need: by position among the arguments, or as what a unit returned.
         units: what the units up to the boundary return.
-        needed: places of those that travel, None until the later stage has answered.
+        needed: places of those that the later stage lacks, None until it has answered.
+        is_new: all values travel, whatever was answered.
     """
 
     values: dict[Place, tuple[TensorMeta, bool]]
     units: UnitOutputs
     needed: tuple[Place, ...] | None = None
+    is_new: bool = False
 
     def travelling(self) -> tuple[Place, ...]:
-        return tuple(self.values) if self.needed is None else self.needed
+        return tuple(self.values) if self.needed is None or self.is_new else self.needed
 
     def metas(self, positions: Sequence[Place]) -> list[TensorMeta]:
         return [self.values[position][0] for position in positions]
@@ -53,18 +58,27 @@ class Contract:
 
 
 class Departure:
-    """The earlier stage's side of a boundary: values go forward, gradients come back."""
+    """The earlier stage's side of a boundary: values go forward, gradients come back.
+
+    Args:
+        stage: the earlier stage.
+        forward, backward: the channels.
+        dynamic_shapes: agree anew for every micro-batch.
+        skip_connections: send what units returned, too, where stages further on want it.
+        alone: every rank holds one stage, so that an answer can be waited for at any time.
+    """
 
     def __init__(
         self,
         stage: int,
-        forward: Channel,
-        backward: Channel,
+        forward: AnyChannel,
+        backward: AnyChannel,
         dynamic_shapes: bool = False,
         skip_connections: bool = False,
+        alone: bool = True,
     ) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
-        self.skip_connections = skip_connections
+        self.skip_connections, self.alone, self.is_local = skip_connections, alone, forward.is_local
         self._contracts: dict[Hashable, Contract] = {}
         self._unanswered: deque[Contract] = deque()
 
@@ -85,13 +99,15 @@ class Departure:
             if not self.skip_connections:
                 tensors = {i: leaf for i, leaf in tensors.items() if isinstance(i, int)}
             units = {**run.known, **(run.record or {})}
-            contract = Contract({i: (describe(t), t.requires_grad) for i, t in tensors.items()}, units)
+            values = {i: (describe(t), t.requires_grad) for i, t in tensors.items()}
+            contract = Contract(values, units, is_new=not self.alone)
             self._send_header(contract)
             self._unanswered.append(contract)
             if not self.dynamic_shapes:
                 self._contracts[signature] = contract
         else:
-            self.await_answer(contract)
+            if self.alone:
+                self.await_answer(contract)
             self._check(run, contract)
         travelling = contract.travelling()
         self.forward.send([run.outputs[position] for position in travelling], contract.metas(travelling))
@@ -108,13 +124,14 @@ class Departure:
         """Before a step: hear the answers of the step before, and let go of what was sent before that one."""
         while self._unanswered:
             self._hear_answer()
+        _grow_old(self._contracts)
         self.forward.settle()
 
     def _hear_answer(self) -> None:
         asked = self._unanswered.popleft()
         asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
 
-    def post_gradients(self, contract: Contract, what: str) -> Receipt:
+    def post_gradients(self, contract: Contract, what: str) -> AnyReceipt:
         """Start receiving the gradients of the values that carry one."""
         return self.backward.post(contract.metas(contract.with_gradient()), what)
 
@@ -140,21 +157,24 @@ class Departure:
 
 
 class Arrival:
-    """The later stage's side of a boundary."""
+    """The later stage's side of a boundary; see `Departure`."""
 
-    def __init__(self, stage: int, forward: Channel, backward: Channel, dynamic_shapes: bool = False) -> None:
+    def __init__(
+        self, stage: int, forward: AnyChannel, backward: AnyChannel, dynamic_shapes: bool = False, alone: bool = True
+    ) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
+        self.alone, self.is_local = alone, forward.is_local
         self._contracts: dict[Hashable, Contract] = {}
 
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
 
-    def post(self, signature: Hashable, what: str) -> tuple[Contract, Receipt]:
+    def post(self, signature: Hashable, what: str) -> tuple[Contract, AnyReceipt]:
         """Start receiving the values for a run; the first time, wait for the header."""
         contract = self._contracts.get(signature)
         if contract is None:
             values, units = self.forward.receive_object(f"{what} (header)")
-            contract = Contract(values, units)
+            contract = Contract(values, units, is_new=not self.alone)
             if not self.dynamic_shapes:
                 self._contracts[signature] = contract
         return contract, self.forward.post(contract.metas(contract.travelling()), what)
@@ -173,7 +193,14 @@ class Arrival:
 
     def settle(self) -> None:
         """Before a step: let go of what was sent before the last one."""
+        _grow_old(self._contracts)
         self.backward.settle()
+
+
+def _grow_old(contracts: Mapping[Hashable, Contract]) -> None:
+    """A step has passed: from now on only what is needed travels."""
+    for contract in contracts.values():
+        contract.is_new = False
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Receive` require a gradient

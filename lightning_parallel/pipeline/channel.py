@@ -50,6 +50,45 @@ class Receipt:
         return self.tensors
 
 
+class LocalChannel:
+    """What a `Channel` does, between two stages of one rank: nothing moves.
+
+    A value is there before it is waited for, since the rank runs the stage that makes it first.
+    """
+
+    is_local = True
+
+    def __init__(self) -> None:
+        self._tensors: deque[list[Tensor]] = deque()
+        self._objects: deque[Any] = deque()
+
+    def send(self, tensors: Sequence[Tensor], metas: Sequence[TensorMeta] | None = None) -> None:
+        self._tensors.append([tensor.detach() for tensor in tensors])
+
+    def post(self, metas: Sequence[TensorMeta], what: str) -> _LocalReceipt:
+        return _LocalReceipt(self._tensors)
+
+    def send_object(self, value: Any) -> None:
+        self._objects.append(value)
+
+    def receive_object(self, what: str) -> Any:
+        return self._objects.popleft()
+
+    def settle(self) -> None:
+        """A step begins: what an interrupted one left is forgotten."""
+        self._tensors.clear()
+
+
+@dataclass
+class _LocalReceipt:
+    """Waits by taking the oldest tensors that were handed over."""
+
+    handed: deque[list[Tensor]]
+
+    def wait(self) -> list[Tensor]:
+        return self.handed.popleft()
+
+
 class Channel:
     """Transfers from one global rank to another.
 
@@ -63,6 +102,8 @@ class Channel:
             host_group.
         waiting: a context entered while this process is blocked in a receive.
     """
+
+    is_local = False
 
     def __init__(
         self,
@@ -173,6 +214,10 @@ class Channel:
     def _place_of(self, rank: int) -> int:
         """A rank's place in the group of the two."""
         return int(rank == max(self.source, self.target))
+
+
+AnyChannel = Channel | LocalChannel
+AnyReceipt = Receipt | _LocalReceipt
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,6 @@ class Cut:
         model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
         recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
             whose run makes the loss and all that the step logs, each block).
-        stage: the stage that this rank runs.
     """
 
     def __init__(
@@ -37,13 +36,9 @@ class Cut:
         device: torch.device,
         streams: RandomStreams,
         recompute: Recompute = "none",
-        stage: int = 0,
     ) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
-        makes_loss = stage == layout.num_stages - 1
-        self.recomputes = recompute != "none"
-        self.recompute_blocks = recompute == "block" or (recompute == "stage" and makes_loss)
-        self.recompute_stage = recompute == "stage" and not makes_loss
+        self._recompute = recompute
         self.active: StageRun | None = None
         self.without_parameters = {
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
@@ -61,6 +56,19 @@ class Cut:
             module = model.get_submodule(unit.name)
             inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
             intercept(module, Hook(self, unit, number, inside))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether forwards run more than once."""
+        return self._recompute != "none"
+
+    def recomputes_blocks(self, stage: int) -> bool:
+        """Whether a stage's backward computes each block again."""
+        return self._recompute == "block" or (self._recompute == "stage" and stage == self.layout.num_stages - 1)
+
+    def recomputes_stage(self, stage: int) -> bool:
+        """Whether a stage's backward runs its forward again."""
+        return self._recompute == "stage" and stage < self.layout.num_stages - 1
 
     @contextmanager
     def active_as(self, run: StageRun | None) -> Iterator[None]:

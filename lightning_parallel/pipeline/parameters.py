@@ -1,9 +1,9 @@
 """Which rank owns which parameter, and what the copies of shared ones do together.
 
-The one idea: a parameter belongs to the stages whose units hold it. One that several stages hold (tied weights, a bare
-parameter of a container) is kept on each of them; its gradients are summed over them, so that equal copies stay equal,
-and it counts once in norms. All others are replaced on this rank by `ForeignParameter`s: names, shapes and groups, no
-memory.
+The one idea: a parameter belongs to the stages whose units hold it. One whose stages lie on several ranks (tied
+weights, a bare parameter of a container) is kept on each of them; its gradients are summed over them, so that equal
+copies stay equal, and it counts once in norms. All others are replaced on this rank by `ForeignParameter`s: names,
+shapes and groups, no memory.
 """
 
 from __future__ import annotations
@@ -22,29 +22,38 @@ from lightning_parallel.pipeline.random_streams import mix
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of the model: its first name, all its names, the stages that hold it, whether no unit does."""
+    """One parameter of the model.
+
+    Attributes:
+        name, names: its first name, and all its names.
+        stages: the stages that use it.
+        rows: the rows of the schedule whose ranks hold it, in the order of stages.
+        bare: whether no unit holds it.
+    """
 
     name: str
     names: tuple[str, ...]
     stages: tuple[int, ...]
+    rows: tuple[int, ...]
     bare: bool = False
 
-    def is_counted_on(self, stage: int) -> bool:
-        """Whether this stage's copy is the one that counts in norms and checkpoints."""
-        return stage == self.stages[0]
+    def is_counted_on(self, row: int) -> bool:
+        """Whether this row's copy is the one that counts in norms and checkpoints."""
+        return row == self.rows[0]
 
 
 class ParameterTable:
-    """All parameters of a model in the order of `model.parameters()`, seen from one stage.
+    """All parameters of a model in the order of `model.parameters()`, seen from one row of the schedule.
 
     Args:
         model: the model before anything was taken away, real or on the meta device.
         layout: what belongs where.
-        stage: the stage this rank runs.
+        holders: for each stage the rows that hold it.
+        row: the row of this rank.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, stage: int) -> None:
-        self.model, self.layout, self.stage = model, layout, stage
+    def __init__(self, model: nn.Module, layout: Layout, holders: Sequence[Sequence[int]], row: int) -> None:
+        self.model, self.layout, self.holders, self.row = model, layout, holders, row
         stage_of_unit = {unit.name: unit.stage for unit in layout.units}
         every = tuple(range(layout.num_stages))
         names: dict[int, list[str]] = {}
@@ -56,22 +65,30 @@ class ParameterTable:
             bare |= {id(parameter)} if unit is None else set()
             stages.setdefault(id(parameter), set()).update(every if unit is None else (stage_of_unit[unit],))
         self.entries = tuple(
-            Entry(found[0], tuple(found), tuple(sorted(stages[key])), key in bare) for key, found in names.items()
-        )  # fmt: skip
+            Entry(found[0], tuple(found), tuple(sorted(stages[key])), self._rows_of(stages[key]), key in bare)
+            for key, found in names.items()
+        )
         self.by_name = {name: entry for entry in self.entries for name in entry.names}
 
+    def _rows_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(row for stage in sorted(stages) for row in self.holders[stage]))
+
+    def holds_stage(self, stage: int) -> bool:
+        """Whether this rank runs that stage."""
+        return self.row in self.holders[stage]
+
     def owns(self, name: str) -> bool:
-        return self.stage in self.by_name[name].stages
+        return self.row in self.by_name[name].rows
 
     def own(self) -> Iterator[tuple[Entry, nn.Parameter]]:
-        """This stage's parameters, in the order of the whole model."""
+        """This rank's parameters, in the order of the whole model."""
         for entry in self.entries:
-            if self.stage in entry.stages:
+            if self.row in entry.rows:
                 yield entry, self.model.get_parameter(entry.name)
 
     def shared(self) -> list[Entry]:
-        """Parameters that several stages hold."""
-        return [entry for entry in self.entries if len(entry.stages) > 1]
+        """Parameters that several ranks hold."""
+        return [entry for entry in self.entries if len(entry.rows) > 1]
 
     def drop_foreign(self, device: torch.device, model: nn.Module | None = None) -> None:
         """Replace every parameter and buffer of other stages' units by a stand-in without memory.
@@ -82,7 +99,7 @@ class ParameterTable:
         """
         model = self.model if model is None else model
         for entry in self.entries:
-            if self.stage in entry.stages:
+            if self.row in entry.rows:
                 continue
             like = model.get_parameter(entry.name)
             foreign = isinstance(like, ForeignParameter)
@@ -95,7 +112,7 @@ class ParameterTable:
     def _drop_foreign_buffers(self, device: torch.device, model: nn.Module) -> None:
         """Buffers of modules that only other stages' units hold."""
         mine = {
-            id(m) for u in self.layout.units if u.stage == self.stage for m in model.get_submodule(u.name).modules()
+            id(m) for u in self.layout.units if self.holds_stage(u.stage) for m in model.get_submodule(u.name).modules()
         }
         for unit in self.layout.units:
             for name, module in model.get_submodule(unit.name).named_modules(prefix=unit.name):
@@ -105,7 +122,7 @@ class ParameterTable:
                         module._buffers[leaf] = Phantom(buffer.to("meta"), device, origin)
 
     def materialize(self, device: torch.device, seed: int) -> None:
-        """Give this stage's meta parameters memory and initial values, module by module, whatever the layout.
+        """Give this rank's meta parameters memory and initial values, module by module, whatever the layout.
 
         Raises:
             ValueError: a module holds meta parameters and nothing says how to initialise them.
@@ -147,35 +164,35 @@ def sum_shared_gradients(
     gradients: dict[str, Tensor | None],
     all_reduce: Callable[[Tensor, Sequence[int]], None],
 ) -> None:
-    """Sum the gradients of parameters that several stages hold, so that every copy takes the same step.
+    """Sum the gradients of parameters that several ranks hold, so that every copy takes the same step.
 
     Args:
         table: the parameters.
-        used: the shared ones that some stage made a gradient for; the same on all stages.
-        gradients: this stage's gradients by first name; entries are replaced by the sums.
-        all_reduce: sums a tensor in place over the given stages.
+        used: the shared ones that some rank made a gradient for; the same on all ranks.
+        gradients: this rank's gradients by first name; entries are replaced by the sums.
+        all_reduce: sums a tensor in place over the ranks of the given rows.
     """
     for entry in used:
-        if table.stage not in entry.stages:
+        if table.row not in entry.rows:
             continue
         parameter = table.model.get_parameter(entry.name)
         if not parameter.requires_grad:
             continue
         gradient = gradients.get(entry.name)
         total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-        all_reduce(total, entry.stages)
+        all_reduce(total, entry.rows)
         gradients[entry.name] = total.detach()
 
 
 def total_norm(
     gradients: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor], None], norm_type: float = 2.0
 ) -> Tensor:
-    """Norm of the gradients of the whole model; `gradients` are those that this stage counts.
+    """Norm of the gradients of the whole model; `gradients` are those that this rank counts.
 
     Args:
-        gradients: tensors of this stage, each counted on exactly one stage.
+        gradients: tensors of this rank, each counted on exactly one rank.
         device: where the norm is returned, float32 scalar.
-        all_reduce: sums a tensor in place over all stages.
+        all_reduce: sums a tensor in place over all ranks of the copy.
         norm_type: p of the p-norm, finite.
     """
     norms = torch._foreach_norm(gradients, norm_type) if (gradients := list(gradients)) else []

@@ -68,6 +68,7 @@ class StageRun:
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
+        is_last: whether the step runs to its end.
         again: whether this micro-batch ran before, keeping nothing.
         plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
@@ -85,6 +86,7 @@ class StageRun:
         keep: Collection[Leaf] | None = None,
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
+        self.is_last = stage == cut.layout.num_stages - 1
         self.inputs, self.known = inputs, known
         self.record: UnitOutputs | None = {} if learn else None
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
@@ -94,7 +96,8 @@ class StageRun:
         self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
         self.called: dict[str, int] = {}
         self.again = again
-        self.plain = not learn and not cut.recompute_blocks and not keep
+        self._recomputes_blocks = cut.recomputes_blocks(stage)
+        self.plain = not learn and not self._recomputes_blocks and not keep
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
@@ -106,13 +109,12 @@ class StageRun:
         Raises:
             PhantomError: the step cannot be run in stages as it is written.
         """
-        last = self.stage == self.cut.layout.num_stages - 1
         try:
             with self.cut.active_as(self), self._lending():
                 result = self.realized(step())
         except StepCut:
             return None
-        if not last:
+        if not self.is_last:
             skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
             raise PhantomError(
                 f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
@@ -222,7 +224,7 @@ class StageRun:
 
     def _compute(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
         """Call a unit for real, with random numbers of its own."""
-        if not self.cut.recompute_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
+        if not self._recomputes_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
             return self._draw_and_call(hook, module, args, kwargs, before_this)
         before = _versions(args, kwargs)
         result = checkpoint(

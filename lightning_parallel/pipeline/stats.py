@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_parallel.measure.spans import Span, StepTrace
 from lightning_parallel.pipeline.clock import Clock
-from lightning_parallel.pipeline.engine import Marks
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.work import Marks
 
 Times = list[float]
 _KEPT = 8  # steps whose marks wait to be read

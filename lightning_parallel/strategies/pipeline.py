@@ -27,16 +27,17 @@ from lightning_parallel.checkpoint.full import (
 )
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
-from lightning_parallel.pipeline.assembly import Pipeline, without_memory
+from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
-from lightning_parallel.pipeline.engine import Engine, Marks
+from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
+from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.arguments import all_are, is_count, read_schedule, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
@@ -156,13 +157,34 @@ class PipelineStrategy(PipelineCheckpoints):
         return {"data": self.data_parallel_size, "pipeline": max(1, self.world_size // self.data_parallel_size)}
 
     @property
-    def num_stages(self) -> int:
+    def num_ranks(self) -> int:
+        """How many ranks hold a copy of the model."""
         return self.axis_size("pipeline")
 
     @property
+    def num_stages(self) -> int:
+        """Into how many stages the model is cut: as many as ranks, or a multiple."""
+        return self._full_schedule().num_stages
+
+    @property
+    def row(self) -> int:
+        """The row of the schedule that this rank runs: the last stage's is that of global rank 0, which logs."""
+        return rows_by_rank(self._full_schedule())[self.axis_rank("pipeline")]
+
+    @property
+    def stages_held(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return tuple(stage for _, stage in self._full_schedule().stages_of(self.row))
+
+    @property
     def stage(self) -> int:
-        """The stage of this rank: the last stage lies on global rank 0, where Lightning shows and logs."""
-        return self.num_stages - 1 - self.axis_rank("pipeline")
+        """The stage of this rank, the first one where it holds several."""
+        return self.stages_held[0]
+
+    @property
+    def at_loss(self) -> bool:
+        """Whether this rank holds the last stage, where steps end."""
+        return self.axis_rank("pipeline") == 0
 
     @property
     def metrics(self) -> StepMetrics:
@@ -174,7 +196,7 @@ class PipelineStrategy(PipelineCheckpoints):
     @contextmanager
     def model_sharded_context(self) -> Any:
         """`configure_model` builds parameters without memory; `setup` gives a rank its own."""
-        with without_memory() if self.num_stages > 1 else nullcontext():
+        with without_memory() if self.num_ranks > 1 else nullcontext():
             yield
 
     @property
@@ -186,7 +208,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         refuse_unsupported(trainer, self)
-        Engine.refuse(self.schedule_for(self._default_microbatches()))
+        Engine.refuse(self._full_schedule())
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         assert self.watch is not None
         self.watch.stage = self.stage
@@ -195,10 +217,8 @@ class PipelineStrategy(PipelineCheckpoints):
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
-        schedule = self.schedule_for(self._default_microbatches())
-        ranks = self.pipeline.ranks
-        rows = [ranks[schedule.stages_of(row)[0][1]] for row in range(schedule.num_ranks)]
-        self.stats = PipelineStats(schedule, rows, self.pipeline.clock, self.pipeline.all_gather)
+        pipeline = self.pipeline
+        self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather)
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
@@ -217,11 +237,14 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
-        copies = self.mesh.mesh.flip(-1).reshape(-1, self.num_stages).tolist()  # the last stage comes first
+        schedule = self._full_schedule()
+        order = rows_by_rank(schedule)
+        ranks = self.mesh.mesh.reshape(-1, self.num_ranks)[:, [order.index(row) for row in range(len(order))]]
         return Pipeline(
             self.lightning_module,
-            copies,
+            ranks.tolist(),
             self.root_device,
+            schedule.placement,
             group=partial(self.group, "pipeline"),
             data_group=self.group("data"),
             blocks=self.blocks,
@@ -275,19 +298,22 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _make_schedule(self, num_microbatches: int) -> Schedule:
         if isinstance(self.schedule, str):
-            return schedules.make(self.schedule, self.num_stages, num_microbatches)
-        if self.schedule.num_stages != self.num_stages:
+            return schedules.make(self.schedule, self.num_ranks, num_microbatches)
+        if self.schedule.num_ranks != self.num_ranks:
             raise ValueError(
-                f"Schedule {self.schedule.name!r} is for {self.schedule.num_stages} stages, but this run has"
-                f" {self.num_stages} ranks. Use Trainer(devices={self.schedule.num_stages}), or give a schedule by"
-                " name."
+                f"Schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but this run has"
+                f" {self.num_ranks}. Use Trainer(devices={self.schedule.num_ranks}), or give a schedule by name."
             )
         return self.schedule.first(num_microbatches)
+
+    def _full_schedule(self) -> Schedule:
+        """The schedule of a full batch."""
+        return self.schedule_for(self._default_microbatches())
 
     def _default_microbatches(self) -> int:
         if not isinstance(self.schedule, str):
             return self.schedule.num_microbatches
-        return self.num_microbatches or 4 * self.num_stages
+        return self.num_microbatches or 4 * self.num_ranks
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -332,10 +358,10 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _check_last_logged(self) -> None:
         """Compare what was logged where no step follows that would; rank 0 tells, and does not wait."""
-        if self.num_stages > 1 and self.stage == self.num_stages - 1:
+        if self.num_ranks > 1 and self.at_loss:
             self.pipeline.tell(self._logged())
             self.pipeline.settle()
-        elif self.num_stages > 1:
+        elif self.num_ranks > 1:
             self.pipeline.check_heard("logged", self._logged(), self.metrics.hear())
 
     on_validation_end = on_test_end = _check_last_logged
@@ -375,6 +401,8 @@ class PipelineStrategy(PipelineCheckpoints):
     def _stage_error(self, error: Exception, action: Action) -> Exception:
         assert self.watch is not None
         work = "forward" if action.kind == "F" else "backward"
+        if len(self.stages_held) > 1:
+            self.watch.stage = action.stage
         return self.watch.report(error, f"the {work} of micro-batch {action.microbatch}")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -431,7 +459,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Clip by the norm over all stages, each parameter counted once."""
         parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
         own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
-        counted = [p.grad for entry, p in own if entry.is_counted_on(self.stage) and p.grad is not None]
+        counted = [p.grad for entry, p in own if entry.is_counted_on(self.row) and p.grad is not None]
         norm = total_norm(counted, self.root_device, self.pipeline.all_reduce)
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for _, p in own if p.grad is not None]

@@ -85,10 +85,10 @@ def where_of(trainer: Trainer | None, error: BaseException) -> str:
 def _misses_what_steps_left(strategy: Any, hook: str, error: BaseException) -> bool:
     """Whether a hook after steps failed on a stage where steps are cut short, maybe for want of what they append."""
     after_steps = hook.endswith(("_batch_end", "_epoch_end", "_validation_end", "_train_end", "_test_end"))
-    has_stages = hasattr(type(strategy), "num_stages") and strategy._mesh is not None
+    has_stages = hasattr(type(strategy), "at_loss") and strategy._mesh is not None
     if not after_steps or not has_stages or isinstance(error, PhantomError):
         return False
-    return strategy.stage + 1 != strategy.num_stages
+    return not strategy.at_loss
 
 
 def _when(trainer: Trainer, hook: str) -> str:

@@ -123,10 +123,11 @@ class StepMetrics:
 
     def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
         self.module, self.pipeline = module, pipeline
-        self.at_loss = pipeline.stage == pipeline.num_stages - 1
+        self.at_loss = pipeline.at_loss
         self.num_steps, self.in_step = 0, False
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
+        self._undo: dict[Metric, dict[str, Any]] | None = None
         self._told: dict[tuple[str, bool], list[_Told]] = {}
         self._blanks: dict[Hashable, Any] = {}
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
@@ -140,7 +141,7 @@ class StepMetrics:
 
     def release(self, failed: bool) -> None:
         """Make the metrics ordinary again; nothing told stays on its way."""
-        if self._watched and self.pipeline.num_stages > 1 and not failed:
+        if self._watched and self.pipeline.num_ranks > 1 and not failed:
             if self.at_loss:
                 self.pipeline.tell(None)
             else:
@@ -173,11 +174,24 @@ class StepMetrics:
                 if watched.arguments is not None:
                     vars(watched.metric)["_forward_cache"], watched.arguments = _OfOneMicrobatch(), None
 
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Around a run of the step that is cut before its loss, on the rank of the loss: what it updates is undone."""
+        self._undo = {}
+        try:
+            yield
+        finally:
+            for metric, state in self._undo.items():
+                vars(metric).update(state)
+            self._undo = None
+
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
     def update(self, watched: _Watched, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
         metric = watched.metric
+        if self._undo is not None and metric not in self._undo:
+            self._undo[metric] = _state_of(metric)
         if not self.in_step:
             watched.updates += 1
         elif phantoms_in(args) or phantoms_in(kwargs):
@@ -194,7 +208,8 @@ class StepMetrics:
                     args[:1],
                     {**kwargs, "weight": self.share},
                 )  # a mean over the micro-batch counts by its share
-            if self.at_loss and not metric._should_unsync:  # inside a forward, the update of the batch alone
+            of_batch = not metric._should_unsync  # inside a forward, the update of the batch alone
+            if self.at_loss and self._undo is None and of_batch:
                 watched.arguments = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         watched.before["update"](*args, **kwargs)
 
@@ -334,6 +349,13 @@ class StepMetrics:
 
 def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     return [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """A copy of what an update changes."""
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    state = {name: vars(metric)[name] for name in names}
+    return {k: v.clone() if isinstance(v, Tensor) else list(v) if isinstance(v, list) else v for k, v in state.items()}
 
 
 def _ordinary(cls: type[Metric]) -> Metric:

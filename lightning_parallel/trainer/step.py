@@ -8,7 +8,7 @@ and the strategy nothing of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.engine import StepWork
 from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
+from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class TrainerStep:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
-        self.at_loss = strategy.stage == strategy.num_stages - 1
+        self.at_loss = strategy.at_loss
         self.index = self._batch_index()
         self.parts = microbatch.split(batch, sizes)
         self.weights = self._weigh()
@@ -71,7 +71,8 @@ class TrainerStep:
         """Run the step on all micro-batches; returns what the Trainer gets for the batch on this rank."""
         pipeline, engine = self.strategy.pipeline, self.strategy.pipeline.engine
         check = self.strategy.wants_loss_check(self) and self.at_loss
-        engine.keep_received = check
+        if engine.loss_seat is not None:
+            engine.loss_seat.keep_received = check
         work = self.work()
         with self.metrics.step():
             with self.log.recording(), pipeline.streams.step():
@@ -107,7 +108,9 @@ class TrainerStep:
         def step() -> Any:
             self.log.microbatch = number
             self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
-            with self._precision():
+            run = self.strategy.pipeline.cut.active
+            cut_short = self.at_loss and run is not None and not run.is_last
+            with self._precision(), self.metrics.untouched() if cut_short else nullcontext():
                 return method(part, *self.args)
 
         return step
@@ -125,12 +128,14 @@ class TrainerStep:
 
     def _check_loss(self, work: StepWork) -> None:
         pipeline = self.strategy.pipeline
-        received = [pipeline.engine.received[i] for i in range(len(self.sizes))]
+        seat = pipeline.engine.loss_seat
+        assert seat is not None
+        received = [seat.received[i] for i in range(len(self.sizes))]
         whole = self._step_on(self.batch, 0)
         unread = StepLog(self.module, False, self.metrics, self.training)
         with unread.recording(), pipeline.streams.step():
             check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
-        pipeline.engine.received.clear()
+        seat.received.clear()
 
     def _weigh(self) -> list[Any]:
         """Weight of each micro-batch, summing to 1."""

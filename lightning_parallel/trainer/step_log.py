@@ -74,12 +74,12 @@ class StepLog:
             self.module.log(call.name, value, **call.options)
 
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if not self.loss_stage:
+        run = self.metrics.pipeline.cut.active
+        if not self.loss_stage or (run is not None and not run.is_last):
             return
         if args:
             options = dict(_SIGNATURE.bind(self.module, name, value, *args, **options).arguments)
             del options["self"], options["name"], options["value"]
-        run = self.metrics.pipeline.cut.active
         value = value if run is None else run.realized(value)
         if isinstance(value, Phantom):
             raise PhantomError(

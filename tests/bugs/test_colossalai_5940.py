@@ -9,7 +9,8 @@ from tests.trainer.test_parity import KEY_BIAS
 
 
 def num_agreements(trainer: Trainer, module: LightningModule) -> int | None:
-    departure = trainer.strategy.pipeline.engine.departure
+    [seat] = trainer.strategy.pipeline.engine.seats.values()
+    departure = seat.departure
     return None if departure is None else len(departure._contracts)
 
 

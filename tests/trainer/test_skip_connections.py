@@ -99,7 +99,8 @@ def test_without_the_option_it_is_refused_and_the_option_named(make_module: Any)
 
 def sent(trainer: Any, module: Any) -> list[Any]:
     """Where the values belong that this stage sends in each micro-batch of a training step."""
-    departure = trainer.strategy.pipeline.engine.departure
+    [seat] = trainer.strategy.pipeline.engine.seats.values()
+    departure = seat.departure
     return [] if departure is None else list(next(iter(departure._contracts.values())).needed)
 
 

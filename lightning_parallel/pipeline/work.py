@@ -1,0 +1,47 @@
+"""What a step asks of the engine, and the marks that the engine leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.pipeline.schedule import Action, Schedule
+
+
+@dataclass
+class StepWork:
+    """What one step of the Trainer asks of a rank.
+
+    Args:
+        schedule: what every rank does.
+        steps: for each micro-batch, the user's step on it.
+        signatures: for each micro-batch, what decides the shapes in it; equal on all ranks.
+        batch: number of the batch, for the random streams.
+        loss_of: the loss in what the step returned.
+        scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
+        after_forwards: called with the results once the last of them is there, or None.
+    """
+
+    schedule: Schedule
+    steps: Sequence[Callable[[], Any]]
+    signatures: Sequence[Hashable]
+    batch: int
+    loss_of: Callable[[Any], Tensor] | None = None
+    scales: Sequence[Tensor] = ()
+    after_forwards: Callable[[list[Any]], None] | None = None
+
+    @property
+    def training(self) -> bool:
+        return self.loss_of is not None
+
+
+@dataclass
+class Marks:
+    """The marks of one step: for every action (began, inputs there, ended)."""
+
+    schedule: Schedule
+    actions: list[Action] = field(default_factory=list)
+    moments: list[Any] = field(default_factory=list)
