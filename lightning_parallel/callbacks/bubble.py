@@ -23,7 +23,9 @@ class BubbleMonitor(Callback):
     * the same with ``_formula``: the closed form, for schedules that have one;
     * ``parallel/busy_seconds/rank_r``: time in actions; ``parallel/waiting_seconds/rank_r``: time before an action
       whose input another rank had not made yet; ``parallel/transfer_seconds/rank_r``: time before one whose input was
-      made and on its way.
+      made and on its way;
+    * ``parallel/stage_share/stage_s``: the stage's part of all computation, beside ``_planned``, which the partition
+      expected (of parameters, FLOPs, time or blocks: what it balances).
 
     Clocks are read a step late, so that no device has to be waited for: what is logged at step k was measured in
     step k - 1, and the last step is logged when the training ends. Ranks exchange their times only on steps that log.
@@ -78,4 +80,5 @@ class BubbleMonitor(Callback):
     def _read(self, trace: StepTrace | None, trainer: Trainer) -> dict[str, float]:
         if trace is None or self._history.has(trace):
             return {}
-        return self._history.add(trace).metrics(stats_of(trainer).row_ranks)
+        stats = stats_of(trainer)
+        return self._history.add(trace).metrics(stats.row_ranks, stats.shares)

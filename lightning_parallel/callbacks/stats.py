@@ -25,6 +25,10 @@ class PipelineStats(Protocol):
     def latest(self) -> Schedule:
         """What the ranks ran in the newest training step: fewer micro-batches where its batch was short."""
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of each stage in the work, as whoever cut the model expected."""
+
     def trace(self) -> StepTrace | None:
         """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
 

@@ -50,6 +50,20 @@ def idle_ratio(busy_seconds: Sequence[float], step_seconds: float) -> float:
     return max(0.0, 1.0 - fmean(busy_seconds) / step_seconds)
 
 
+def stage_shares(rows: Rows) -> tuple[float, ...]:
+    """Share of each stage in the time that all stages computed; equal shares leave no rank waiting for another.
+
+    Example:
+        >>> stage_shares(((Span("F", 0, 0, 0.0, 1.0),), (Span("F", 1, 0, 1.0, 4.0),)))
+        (0.25, 0.75)
+    """
+    seconds: dict[int, float] = defaultdict(float)
+    for span in (span for row in rows for span in row if span.is_compute):
+        seconds[span.stage] += span.seconds
+    total = sum(seconds.values()) or 1.0
+    return tuple(seconds[stage] / total for stage in sorted(seconds))
+
+
 def span_ratio(busy_seconds: Sequence[float], span_seconds: Sequence[float]) -> float:
     """Share of the longest rank's working span that is not work.
 

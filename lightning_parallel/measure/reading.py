@@ -32,6 +32,7 @@ class BubbleReading:
         busy: seconds each row computed.
         waiting: seconds each row waited for a value to be made.
         transfer: seconds each row waited for a value that was made to arrive.
+        shares: of each stage in the time that all stages computed.
     """
 
     step: int
@@ -43,6 +44,7 @@ class BubbleReading:
     busy: tuple[float, ...]
     waiting: tuple[float, ...]
     transfer: tuple[float, ...]
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, trace: StepTrace) -> BubbleReading:
@@ -57,9 +59,10 @@ class BubbleReading:
             expected.span,
             formula_of(trace.schedule),
             *seconds,
+            bubble.stage_shares(rows),
         )
 
-    def metrics(self, row_ranks: Sequence[int]) -> dict[str, float]:
+    def metrics(self, row_ranks: Sequence[int], planned_shares: Sequence[float] = ()) -> dict[str, float]:
         """The reading under its log keys; seconds carry the global rank of their row."""
         values = {
             "parallel/bubble_idle": self.idle,
@@ -73,7 +76,8 @@ class BubbleReading:
             values[f"parallel/busy_seconds/rank_{rank}"] = self.busy[row]
             values[f"parallel/waiting_seconds/rank_{rank}"] = self.waiting[row]
             values[f"parallel/transfer_seconds/rank_{rank}"] = self.transfer[row]
-        return values
+        values |= {f"parallel/stage_share/stage_{stage}": share for stage, share in enumerate(self.shares)}
+        return values | {f"parallel/stage_share_planned/stage_{s}": share for s, share in enumerate(planned_shares)}
 
 
 def expected_timeline(trace: StepTrace) -> Timeline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
-from lightning_parallel.pipeline.partition import Partition, lay_out
+from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
+from lightning_parallel.pipeline.timing import Context, unit_seconds
 
 _DIFFERENT = {
     "batch": (
@@ -63,6 +64,7 @@ class Pipeline:
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
         recompute: see `Cut`.
+        context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         data_group: the ranks of this row in all copies; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
@@ -88,6 +90,7 @@ class Pipeline:
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
+        context: Context = nullcontext,
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
@@ -100,7 +103,8 @@ class Pipeline:
         self.num_stages = 1 + max(stage for _, stage in self.placement)
         self.loss_rank = self.ranks[self.placement[0, self.num_stages - 1]]
         self.data = DataAxis([ranks[self.row] for ranks in self._copies], data_group, waiting)
-        layout = lay_out(model, self.num_stages, blocks, partition, stages)
+        seconds = self._measure(blocks, context) if partition == "time" else None
+        layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
         self.table = ParameterTable(model, layout, self._holders(), self.row)
         self._refuse_other_cut()
         seed = self._agree_on_seed()
@@ -269,6 +273,18 @@ class Pipeline:
                 " the module was cut before, for another number of stages or another partition. Build the module anew"
                 " and load a checkpoint."
             )
+
+    def _measure(self, blocks: str | Sequence[str], context: Context) -> dict[str, float]:
+        """Seconds of every unit, as the loss stage's rank of the first copy measures them."""
+        names = unit_names(self.model, self.num_stages, blocks)
+        seconds = torch.zeros(len(names), dtype=torch.float64)
+        if self.at_loss and self.copy == 0:
+            measured = unit_seconds(self.model, names, self.device, context)
+            seconds = torch.tensor([measured[name] for name in names], dtype=torch.float64)
+        if self.at_loss:
+            self.data.equalize([seconds])
+        self.broadcast(seconds)
+        return dict(zip(names, seconds.tolist(), strict=True))
 
     def _agree_on_seed(self) -> int:
         """A seed that all ranks of all copies have."""

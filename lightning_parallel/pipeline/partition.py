@@ -7,18 +7,19 @@ after them to the last. Contiguous runs of blocks are dealt to stages so that th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import nn
 
 from lightning_parallel.pipeline.compiled import refuse_compiled_around
+from lightning_parallel.pipeline.timing import shadow_of
 
-PARTITIONS = ("parameters", "count", "flops")
-Partition = Literal["parameters", "count", "flops"] | Sequence[int]
+PARTITIONS = ("parameters", "count", "flops", "time")
+Partition = Literal["parameters", "count", "flops", "time"] | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class Layout:
     Attributes:
         units: every unit, in order of registration.
         bounds: num_stages + 1 indices into the chain; stage s holds blocks bounds[s] .. bounds[s + 1] - 1.
+        shares: of each stage in what the partition balances, summing to 1.
     """
 
     units: tuple[Unit, ...]
     bounds: tuple[int, ...]
+    shares: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -56,6 +59,7 @@ def lay_out(
     blocks: str | Sequence[str] = "auto",
     partition: Partition = "parameters",
     stages: Mapping[str, int] | None = None,
+    seconds: Mapping[str, float] | None = None,
 ) -> Layout:
     """Deal the modules of a model to stages.
 
@@ -63,13 +67,15 @@ def lay_out(
         model: the module whose blocks are cut.
         num_stages: how many stages, at most the number of blocks.
         blocks: "auto", the name of a container whose children are the blocks, or the blocks' names in execution order.
-        partition: "parameters" or "flops" balance the stages by them, "count" by blocks; a list gives blocks a stage.
+        partition: "parameters", "flops" or "time" balance the stages by them, "count" by blocks; a list gives blocks a
+            stage.
         stages: overrides for units outside the chain, {name: stage}; negative stages count from the last.
+        seconds: time of every unit, for partition="time"; see `unit_names` and `timing.unit_seconds`.
 
     Raises:
         ValueError: there are fewer blocks than stages, a name is unknown, or a list does not sum to the blocks.
     """
-    names = find_blocks(model, num_stages) if blocks == "auto" else _named_blocks(model, blocks)
+    names = _block_names(model, num_stages, blocks)
     if len(names) < num_stages:
         raise ValueError(
             f"A pipeline of {num_stages} stages needs at least {num_stages} blocks, but {type(model).__name__} has"
@@ -79,7 +85,7 @@ def lay_out(
     found = _collect(model, names)
     refuse_compiled_around(model, [name for name, _ in found])
     first = next(i for i, (_, block) in enumerate(found) if block is not None)
-    costs = _costs(model, found, len(names), first, partition)
+    costs = _costs(model, found, len(names), first, partition, seconds)
     bounds = _bounds(costs, num_stages, partition)
     layout = Layout((), tuple(bounds))
     overrides = dict(stages or {})
@@ -93,7 +99,17 @@ def lay_out(
         raise ValueError(
             f"stages= names {sorted(overrides)}, which are not units. The units: {[u.name for u in units]}."
         )
-    return Layout(tuple(units), tuple(bounds))
+    total = sum(costs) or 1.0
+    return Layout(tuple(units), tuple(bounds), tuple(sum(costs[a:b]) / total for a, b in pairwise(bounds)))
+
+
+def unit_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str] = "auto") -> list[str]:
+    """The names of all units, in order of registration; see `lay_out`."""
+    return [name for name, _ in _collect(model, _block_names(model, num_stages, blocks))]
+
+
+def _block_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str]) -> list[str]:
+    return find_blocks(model, num_stages) if blocks == "auto" else _named_blocks(model, blocks)
 
 
 def _override(name: str, stage: int, block: int | None, num_stages: int) -> int:
@@ -174,10 +190,18 @@ def _collect(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, int | N
 
 
 def _costs(
-    model: nn.Module, found: Sequence[tuple[str, int | None]], num_blocks: int, first: int, partition: Partition
+    model: nn.Module,
+    found: Sequence[tuple[str, int | None]],
+    num_blocks: int,
+    first: int,
+    partition: Partition,
+    seconds: Mapping[str, float] | None,
 ) -> list[float]:
     """Cost of each block; units outside the chain weigh with the first or the last block."""
-    if partition == "flops":
+    if partition == "time":
+        assert seconds is not None, "measured by whoever knows a device"
+        of = dict(seconds)
+    elif partition == "flops":
         of = _flops(model, [name for name, _ in found])
     elif partition == "parameters":
         of = {name: float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name, _ in found}
@@ -193,18 +217,7 @@ def _flops(model: nn.Module, names: Sequence[str]) -> dict[str, float]:
     """Floating-point operations of each module in one forward of the model's `example_input_array`, counted on meta."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    example = getattr(model, "example_input_array", None)
-    if example is None:
-        raise ValueError(
-            f'partition="flops" runs {type(model).__name__}.forward once on shapes alone and needs its'
-            ' example_input_array. Set self.example_input_array, or use partition="parameters", "count" or a list of'
-            " blocks a stage."
-        )
-    shadow = copy.deepcopy(model).to("meta")
-    inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
-    args, kwargs = (
-        ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
-    )
+    shadow, (args, kwargs) = shadow_of(model, 'partition="flops"')
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         shadow(*args, **kwargs)
     counts = {module.split(".", 1)[-1]: sum(ops.values()) for module, ops in counter.get_flop_counts().items()}
@@ -221,7 +234,9 @@ def _bounds(costs: Sequence[float], num_stages: int, partition: Partition) -> li
             )
         return [sum(sizes[:s]) for s in range(num_stages + 1)]
     if partition not in PARTITIONS:
-        raise ValueError(f'partition={partition!r}: use "parameters", "count", "flops" or a list of blocks a stage.')
+        raise ValueError(
+            f'partition={partition!r}: use "parameters", "count", "flops", "time" or a list of blocks a stage.'
+        )
     return min_max_cut(costs, num_stages)
 
 

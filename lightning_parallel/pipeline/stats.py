@@ -22,6 +22,7 @@ class PipelineStats:
         schedule: the schedule of a full batch.
         row_ranks: the global rank of each row of the schedule.
         latest: the schedule of the newest training step, whose batch may have been short.
+        shares: of each stage in the work, as the partition has it.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class PipelineStats:
         row_ranks: Sequence[int],
         clock: Clock,
         all_gather: Callable[[Any], list[Any]],
+        shares: Sequence[float] = (),
     ) -> None:
         self.schedule, self.row_ranks = schedule, tuple(row_ranks)
-        self.latest = schedule
+        self.latest, self.shares = schedule, tuple(shares)
         self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque()
         self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=_KEPT)

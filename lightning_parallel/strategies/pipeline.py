@@ -50,7 +50,7 @@ from lightning_parallel.trainer.step_log import LogSpreader
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_PARTITION_WORDS = '"parameters", "flops", "count" or a list with the number of blocks of each stage'
+_PARTITION_WORDS = '"parameters", "flops", "time", "count" or a list with the number of blocks of each stage'
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
@@ -66,7 +66,8 @@ class PipelineStrategy(PipelineCheckpoints):
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
         blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
             names.
-        partition: how blocks are dealt to stages: balanced by "parameters" or "flops", by "count", or a list of counts.
+        partition: how blocks are dealt to stages: balanced by "parameters", "flops" or measured "time" (both of these
+            need the module's `example_input_array`, a micro-batch), by "count", or a list of counts.
         stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
@@ -208,7 +209,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         refuse_unsupported(trainer, self)
-        Engine.refuse(self._full_schedule())
+        self._refuse_schedule(self._full_schedule())
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         assert self.watch is not None
         self.watch.stage = self.stage
@@ -218,7 +219,8 @@ class PipelineStrategy(PipelineCheckpoints):
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
         pipeline = self.pipeline
-        self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather)
+        shares = pipeline.cut.layout.shares
+        self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather, shares)
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
@@ -254,6 +256,7 @@ class PipelineStrategy(PipelineCheckpoints):
             skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,
+            context=self.precision_plugin.train_step_context,
             fail=self._stage_error,
             waiting=self.blocked,
         )
@@ -305,6 +308,15 @@ class PipelineStrategy(PipelineCheckpoints):
                 f" {self.num_ranks}. Use Trainer(devices={self.schedule.num_ranks}), or give a schedule by name."
             )
         return self.schedule.first(num_microbatches)
+
+    def _refuse_schedule(self, schedule: Schedule) -> None:
+        """Raise for a schedule that cannot be run, or not with the other arguments."""
+        Engine.refuse(schedule)
+        if self.skip_connections and schedule.num_stages > schedule.num_ranks:
+            raise ValueError(
+                f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
+                f" {schedule.num_stages} stages on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
+            )
 
     def _full_schedule(self) -> Schedule:
         """The schedule of a full batch."""

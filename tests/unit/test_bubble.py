@@ -91,10 +91,13 @@ def test_time_lost_between_actions_is_measured_and_not_expected():
 
 def test_a_reading_has_the_log_keys():
     reading = BubbleReading.of(replay(make("1f1b", 2, 4)))
-    metrics = reading.metrics(row_ranks=(1, 0))
+    metrics = reading.metrics(row_ranks=(1, 0), planned_shares=(0.4, 0.6))
     seconds = [f"parallel/{kind}_seconds/rank_{rank}" for rank in (1, 0) for kind in ("busy", "waiting", "transfer")]
     bubbles = [f"parallel/bubble_{kind}{of}" for kind in ("idle", "span") for of in ("", "_expected", "_formula")]
-    assert sorted(metrics) == sorted(bubbles + seconds)
+    shares = [f"parallel/stage_share{of}/stage_{stage}" for of in ("", "_planned") for stage in (0, 1)]
+    assert sorted(metrics) == sorted(bubbles + seconds + shares)
+    assert metrics["parallel/stage_share/stage_1"] == pytest.approx(1 / 2)
+    assert metrics["parallel/stage_share_planned/stage_1"] == 0.6
     assert metrics["parallel/bubble_idle"] == pytest.approx(1 / 5)
     assert metrics["parallel/bubble_idle_formula"] == pytest.approx(1 / 5)
     assert metrics["parallel/busy_seconds/rank_0"] == pytest.approx(12.0)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut
+from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut, unit_names
+from lightning_parallel.pipeline.timing import unit_seconds
 
 
 class Transformer(nn.Module):
@@ -107,8 +108,8 @@ def test_flops_count_what_parameters_do_not():
         ),
         ({"partition": [4, 0]}, r"partition=\[4, 0\] must give each of 2 stages at least one block"),
         (
-            {"partition": "time"},
-            r"partition='time': use \"parameters\", \"count\", \"flops\" or a list of blocks a stage",
+            {"partition": "seconds"},
+            r"partition='seconds': use \"parameters\", \"count\", \"flops\", \"time\" or a list of blocks a stage",
         ),
         ({"partition": "flops"}, r'partition="flops" runs Transformer\.forward once .* needs its example_input_array'),
         ({"stages": {"hat": 0}}, r"stages= names \['hat'\], which are not units\. The units: \['emb', 'blocks\.0', "),
@@ -136,3 +137,46 @@ def test_equal_blocks_are_dealt_evenly():
     assert min_max_cut([1.0] * 8, 4) == [0, 2, 4, 6, 8]
     sizes = [b - a for a, b in pairwise(min_max_cut([1.0] * 10, 4))]
     assert sorted(sizes) == [2, 2, 3, 3]
+
+
+def test_time_balances_what_the_units_take():
+    """The second half of the chain is three times as dear as the first, by times written down by hand."""
+    model = Transformer(num_blocks=4)
+    seconds = {"emb": 0.5, "blocks.0": 1.0, "blocks.1": 1.0, "blocks.2": 3.0, "blocks.3": 3.0, "norm": 0.0, "head": 0.5}
+    layout = lay_out(model, 2, partition="time", seconds=seconds)
+    assert layout.bounds == (0, 3, 4) and layout.shares == (5.5 / 9, 3.5 / 9)
+
+
+class Doubling(nn.Module):
+    """Blocks of two widths, the wide ones of 64 times the work, which takes its rows as floats and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (16, 16, 1024, 1024)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(w, w), nn.ReLU(), nn.Linear(w, w)) for w in widths)
+        self.example_input_array = (torch.zeros(64, 16), torch.zeros(64, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.pad(x, (0, block[0].in_features - x.shape[1]))
+            x = block(x).masked_fill(mask[:, None], 0.0)
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_units_are_timed_without_the_whole_model(device: str):
+    """Two linear layers of width 1024 take a multiple of two of width 16, also where the model has no memory."""
+    model = Doubling().to(device)
+    names = unit_names(model, 2)
+    assert names == [f"blocks.{i}" for i in range(4)]
+    before = torch.get_rng_state()
+    seconds = unit_seconds(model, names, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seconds["blocks.0"] == seconds["blocks.1"] and seconds["blocks.2"] == seconds["blocks.3"]
+    assert seconds["blocks.2"] > 2 * seconds["blocks.0"] > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_time_needs_an_example():
+    with pytest.raises(ValueError, match=r'partition="time" runs Transformer.forward once on shapes alone and needs'):
+        unit_seconds(Transformer(), ["emb"], torch.device("cpu"))

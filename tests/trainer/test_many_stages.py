@@ -1,0 +1,38 @@
+"""Ranks that hold several stages: handed over without a message on one rank, and the same training as one process."""
+
+import pytest
+
+from lightning_parallel.pipeline.schedule import Action, Schedule
+from tests.trainer.modules import token_loader
+from tests.trainer.pipelines import Case, assert_same, many_on_stages, one_process
+from tests.trainer.test_parity import KEY_BIAS, gpt, hugging_face
+
+
+def in_turn(placement: list[list[int]], num_microbatches: int, split: bool = False) -> Schedule:
+    """Every rank forwards all micro-batches on its first stage, then on the next; backwards the other way round."""
+    microbatches = range(num_microbatches)
+    rows = []
+    for stages in placement:
+        row = [Action("F", stage, m) for stage in stages for m in microbatches]
+        for stage in reversed(stages):
+            row += [Action("I" if split else "B", stage, m) for m in microbatches]
+        row += [Action("W", stage, m) for stage in stages for m in microbatches if split]
+        rows.append(tuple(row))
+    held = {(0, stage): row for row, stages in enumerate(placement) for stage in stages}
+    return Schedule("in turn", tuple(rows), held, num_microbatches)
+
+
+LOOP, SHAPE_OF_V, ALONE = [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("placement", [LOOP, SHAPE_OF_V, ALONE], ids=["loop", "v", "one rank"])
+def test_parity_of_whole_and_of_split_backwards(placement: list[list[int]]):
+    cases = [
+        Case(
+            make, token_loader, {"schedule": in_turn(placement, 4, split)}, {"gradient_clip_val": 0.5, "max_epochs": 2}
+        )
+        for make in (gpt, lambda: hugging_face("llama"))
+        for split in (False, True)
+    ]
+    for case, records in zip(cases, many_on_stages(cases, len(placement)), strict=True):
+        assert_same(records, one_process(case), leave_out=KEY_BIAS)
