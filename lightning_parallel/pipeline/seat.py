@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -61,6 +62,7 @@ class Seat:
         self.keep_received = False
         self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
+        self._waiting: dict[int, WeightGradients] = {}
         self._posted: dict[Action, Any] = {}
 
     @property
@@ -70,7 +72,7 @@ class Seat:
 
     def clear(self) -> None:
         """Forget the step before."""
-        for kept in (self._held, self._posted, self.received):
+        for kept in (self._held, self._waiting, self._posted, self.received):
             kept.clear()
 
     def forget(self) -> None:
@@ -179,7 +181,7 @@ class Seat:
         run.outputs = None
 
     def backward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> None:
-        """B: the gradients of parameters and of what came in."""
+        """B: the gradients of parameters and of what came in; I: the same but for products of weights, which wait."""
         held = self._held.pop(action.microbatch)
         gradients = self._gradients(action, held, work)
         ready()
@@ -187,12 +189,18 @@ class Seat:
             self._run_again(held, work)
         if gradients:
             with held.run.replay():
-                torch.autograd.backward(held.roots(), gradients)
+                if action.kind == "I":
+                    self._waiting[action.microbatch] = backward_inputs(held.roots(), gradients)
+                else:
+                    torch.autograd.backward(held.roots(), gradients)
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.send_gradients(held.inbox, held.arrival)
 
     def weights(self, action: Action) -> None:
-        """W: the gradients of parameters that an I left."""
+        """W: the products of weights that an I left waiting."""
+        waiting = self._waiting.pop(action.microbatch, None)  # none where the I had nothing to do
+        if waiting is not None:
+            waiting.run(fused=True)
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""
