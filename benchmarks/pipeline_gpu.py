@@ -162,6 +162,7 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         partition="count",
         check_loss=False,
         receive_ahead=args.receive_ahead,
+        cuda_graphs=args.cuda_graphs,
     )
     model = make_model(hparams, BenchGPT)
     limits: list[float] = []
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--receive-ahead", type=int, default=None)
+    parser.add_argument("--cuda-graphs", action="store_true", help="ours with PipelineStrategy(cuda_graphs=True)")
     parser.add_argument("--trace", help="folder for pictures and Perfetto traces of our steps")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -24,6 +24,7 @@ from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
+from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
@@ -64,6 +65,7 @@ class Pipeline:
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
         recompute: see `Cut`.
+        cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
         context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         data_group: the ranks of this row in all copies; None: the default group's.
@@ -90,6 +92,7 @@ class Pipeline:
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
+        cuda_graphs: bool = False,
         context: Context = nullcontext,
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
@@ -120,7 +123,8 @@ class Pipeline:
         self._equalize_shared()
         self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
-        self.cut = Cut(model, layout, device, self.streams, recompute)
+        graphs = SharedGraphs(device) if cuda_graphs else None
+        self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
         self._news = {

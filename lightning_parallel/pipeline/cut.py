@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
 from lightning_parallel.pipeline.partition import Layout
 from lightning_parallel.pipeline.random_streams import RandomStreams
@@ -27,6 +28,7 @@ class Cut:
         model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
         recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
             whose run makes the loss and all that the step logs, each block).
+        graphs: launch blocks as CUDA graphs, or None.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Cut:
         device: torch.device,
         streams: RandomStreams,
         recompute: Recompute = "none",
+        graphs: SharedGraphs | None = None,
     ) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
-        self._recompute = recompute
+        self._recompute, self.graphs = recompute, graphs
         self.active: StageRun | None = None
         self.without_parameters = {
             unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
@@ -55,7 +58,10 @@ class Cut:
         for number, unit in enumerate(layout.units):
             module = model.get_submodule(unit.name)
             inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
-            intercept(module, Hook(self, unit, number, inside))
+            hook = Hook(self, unit, number, inside)
+            if graphs is not None and unit.block is not None:
+                hook.graphs = BlockGraphs(unit.name, module, graphs, hook.begins_stage)
+            intercept(module, hook)
 
     @property
     def recomputes(self) -> bool:

@@ -85,7 +85,7 @@ class Engine:
                     raise
                 raise failure from failure.__cause__
         for seat in self.seats.values():
-            seat.forget()
+            seat.forget(work.training)
         return self._results
 
     @property

@@ -17,6 +17,7 @@ from lightning_parallel.pipeline.random_streams import behind, own
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.cut import Cut
+    from lightning_parallel.pipeline.graphs import BlockGraphs
 
 
 class Hook:
@@ -31,6 +32,7 @@ class Hook:
         self.inside = inside
         self.hooks_inside = [part._forward_hooks for _, part in inside]
         self.own_stream, self.stream_behind = own(number), behind(number)
+        self.graphs: BlockGraphs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return self
@@ -52,6 +54,8 @@ class _Intercepted:
         start, key = hook.cut.streams.start, run.key
         start(key ^ hook.own_stream)
         try:
+            if hook.graphs is not None:
+                return hook.graphs.call(super().__call__, args, kwargs)  # type: ignore[misc]
             return super().__call__(*args)  # type: ignore[misc]
         finally:
             start(key ^ hook.stream_behind)

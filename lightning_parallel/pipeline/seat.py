@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
-from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs
+from lightning_parallel.pipeline.weight_grad import backward_inputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -62,7 +63,7 @@ class Seat:
         self.keep_received = False
         self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
-        self._waiting: dict[int, WeightGradients] = {}
+        self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._posted: dict[Action, Any] = {}
 
     @property
@@ -75,9 +76,11 @@ class Seat:
         for kept in (self._held, self._waiting, self._posted, self.received):
             kept.clear()
 
-    def forget(self) -> None:
+    def forget(self, training: bool) -> None:
         """The step is over."""
         self._held.clear()
+        if self.cut.graphs is not None and training:
+            self.cut.graphs.is_on = True
 
     def settle(self) -> None:
         """Before a step: hear the answers of the step before, let go of what was sent."""
@@ -133,6 +136,8 @@ class Seat:
         contract, inbox = self._receive(action, work)
         ready()
         signature = work.signatures[m]
+        if self.cut.graphs is not None:
+            self.cut.graphs.enter(signature)
         learn = self.departure is not None and not self.departure.knows(signature)
         key = self.cut.streams.begin(work.batch, m)
         values, units = inbox.values if inbox else {}, contract.units if contract else {}
@@ -190,7 +195,7 @@ class Seat:
         if gradients:
             with held.run.replay():
                 if action.kind == "I":
-                    self._waiting[action.microbatch] = backward_inputs(held.roots(), gradients)
+                    self._waiting[action.microbatch] = self._split(held.roots(), gradients)
                 else:
                     torch.autograd.backward(held.roots(), gradients)
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
@@ -198,9 +203,16 @@ class Seat:
 
     def weights(self, action: Action) -> None:
         """W: the products of weights that an I left waiting."""
-        waiting = self._waiting.pop(action.microbatch, None)  # none where the I had nothing to do
-        if waiting is not None:
-            waiting.run(fused=True)
+        for run in self._waiting.pop(action.microbatch, ()):  # none where the I had nothing to do
+            run()
+
+    def _split(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """I; returns what W has to call."""
+        if self.cut.graphs is None:
+            return [partial(backward_inputs(roots, gradients).run, fused=True)]
+        with self.cut.graphs.leaving_weights() as left:
+            waiting = backward_inputs(roots, gradients)
+        return [partial(waiting.run, fused=True), *(slot.weights for slot in left)]
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""

@@ -241,6 +241,8 @@ class StageRun:
         key = self.key ^ repeated(before_this)
         self.cut.streams.start(key ^ hook.own_stream)
         try:
+            if hook.graphs is not None:
+                return hook.graphs.call(module, args, kwargs)
             return module(*args, **kwargs)
         finally:
             self.cut.streams.start(key ^ hook.stream_behind)

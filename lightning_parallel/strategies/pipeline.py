@@ -78,6 +78,9 @@ class PipelineStrategy(PipelineCheckpoints):
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
         recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
             whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
+        cuda_graphs: launch every block as CUDA graphs from the second step on, for micro-batches so small that the host
+            takes longer to launch a block than the GPU to compute it. Shapes must follow from the batch's, and what is
+            Python in a block happens once, at capture. Blocks with hooks run as they are.
         data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
             rows; gradients are averaged over them. The ranks of a copy are neighbours.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
@@ -107,6 +110,7 @@ class PipelineStrategy(PipelineCheckpoints):
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
+        cuda_graphs: bool = False,
         data_parallel_size: int = 1,
         state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
@@ -139,6 +143,11 @@ class PipelineStrategy(PipelineCheckpoints):
                 "a number of actions, 0 or more",
             ),
             recompute=(recompute, recompute in get_args(Recompute), '"none", "block" or "stage"'),
+            cuda_graphs=(
+                cuda_graphs,
+                isinstance(cuda_graphs, bool) and not (cuda_graphs and (dynamic_shapes or recompute != "none")),
+                'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
+            ),
             data_parallel_size=(data_parallel_size, is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
         self.data_parallel_size = data_parallel_size
@@ -146,7 +155,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
         self.skip_connections = skip_connections
-        self.receive_ahead, self.recompute = receive_ahead, recompute
+        self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
@@ -256,6 +265,7 @@ class PipelineStrategy(PipelineCheckpoints):
             skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,
+            cuda_graphs=self.cuda_graphs,
             context=self.precision_plugin.train_step_context,
             fail=self._stage_error,
             waiting=self.blocked,
@@ -312,6 +322,11 @@ class PipelineStrategy(PipelineCheckpoints):
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""
         Engine.refuse(schedule)
+        if self.cuda_graphs and self.root_device.type != "cuda":
+            raise ValueError(
+                f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
+                ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
+            )
         if self.skip_connections and schedule.num_stages > schedule.num_ranks:
             raise ValueError(
                 f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
