@@ -31,7 +31,7 @@ class Promise(NamedTuple):
 
         Example:
             >>> from lightning_parallel.pipeline.schedules import make
-            >>> Promise.of(make("1f1b", num_stages=4, num_microbatches=8), row=1)
+            >>> Promise.of(make("1f1b", num_ranks=4, num_microbatches=8), row=1)
             Promise(row=1, microbatches=8, activations=3)
         """
         return cls(row, schedule.num_microbatches, peak_activations(schedule)[row])

@@ -16,17 +16,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lightning_parallel.pipeline import cells as cells_of
 from lightning_parallel.pipeline import checks, dependencies
 
 Kind = Literal["F", "B", "I", "W", "U"]
 KINDS = ("F", "B", "I", "W", "U")
 
 _ACTION = re.compile(r"(\d+)([FBIWU])(\d+)(?:r(\d+))?(?:s(\d+))?(?:v(\d+))?")
-_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class Schedule:
         num_microbatches: M, the micro-batches of one step.
         edges: the (source stage, destination stage) pairs between which activations travel forward and their
             gradients back. Left out, each stage feeds the next one; a skip connection adds its own pair.
+        paired: forwards that may run as one with the backward right after them in their row, each hiding the other's
+            communication (DualPipe). Who does not know of it runs the two one after the other.
 
     Example:
         >>> schedule = Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1")
@@ -122,6 +125,7 @@ class Schedule:
     placement: Mapping[tuple[int, int], int]
     num_microbatches: int
     edges: tuple[tuple[int, int], ...] = ()
+    paired: frozenset[Action] = frozenset()
 
     def __post_init__(self) -> None:
         edges = self.edges or tuple((stage, stage + 1) for stage in range(self.num_stages - 1))
@@ -134,7 +138,7 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from its fields, so that what was derived and cached is not sent along.
-        return Schedule, (self.name, self.actions, self.placement, self.num_microbatches, self.edges)
+        return Schedule, (self.name, self.actions, self.placement, self.num_microbatches, self.edges, self.paired)
 
     @property
     def num_ranks(self) -> int:
@@ -206,7 +210,7 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same schedule without backwards and updates, for evaluation."""
         rows = tuple(self.of("F", row=row) for row in range(self.num_ranks))
-        return replace(self, name=f"{self.name} (forward only)", actions=rows)
+        return replace(self, name=f"{self.name} (forward only)", actions=rows, paired=frozenset())
 
     def first(self, num_microbatches: int) -> Schedule:
         """The same order for the first micro-batches only: for a batch with too few rows for all of them.
@@ -219,11 +223,14 @@ class Schedule:
                 f"Schedule {self.name!r} has {self.num_microbatches} micro-batches, not {num_microbatches}."
             )
         kept = tuple(tuple(a for a in row if a.kind == "U" or a.microbatch < num_microbatches) for row in self.actions)
-        return self if kept == self.actions else replace(self, actions=kept, num_microbatches=num_microbatches)
+        if kept == self.actions:
+            return self
+        paired = self.paired & {first.key for row in kept for first, second in pairwise(row) if second.kind in "BI"}
+        return replace(self, actions=kept, num_microbatches=num_microbatches, paired=paired)
 
     def to_text(self) -> str:
         """One line a row, actions apart by a space."""
-        return "\n".join(" ".join(map(str, row)) for row in self.actions)
+        return "\n".join(" ".join(cells_of.write_cells(self, row, "{}&{}")) for row in range(self.num_ranks))
 
     @classmethod
     def from_text(cls, text: str, name: str = "text", edges: tuple[tuple[int, int], ...] = ()) -> Schedule:
@@ -234,14 +241,15 @@ class Schedule:
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write one line a row, as ``torch.distributed.pipelining`` writes and reads its compute-only schedules."""
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(self.actions)
+            rows = (cells_of.write_cells(self, row, "({};{})OVERLAP_F_B") for row in range(self.num_ranks))
+            csv.writer(file).writerows(rows)
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str], edges: tuple[tuple[int, int], ...] = ()) -> Schedule:
         """Read a compute-only CSV; stages lie where their actions are, M is what the actions count.
 
         Empty cells, by which torch pads its rows to a time grid, are skipped: the order is what counts. Torch's
-        pairs ``(0F4;3B2)OVERLAP_F_B`` become two actions in that order. The file does not hold ``edges``.
+        pairs ``(0F4;3B2)OVERLAP_F_B`` are two actions in that order, paired. The file does not hold ``edges``.
 
         Raises:
             ValueError: a cell is not an action of computation, or a stage is run by two rows.
@@ -254,22 +262,12 @@ class Schedule:
 
 
 def _from_cells(name: str, cells: Iterable[Iterable[str]], edges: tuple[tuple[int, int], ...]) -> Schedule:
-    rows = tuple(tuple(action for cell in row for action in _parse_cell(cell)) for row in cells)
-    placement: dict[tuple[int, int], int] = {}
-    for index, row in enumerate(rows):
-        for action in row:
-            first = placement.setdefault((action.replica, action.stage), index)
-            if first != index:
-                raise ValueError(
-                    f"Schedule {name!r} runs stage {action.stage} of replica {action.replica} on row {first} and, "
-                    f"with {action}, on row {index}. A stage lies on one row; give the second copy a replica (r1)."
-                )
-    if not placement:
-        raise ValueError(f"Schedule {name!r} has no actions.")
+    rows: list[tuple[Action, ...]] = []
+    paired: set[Action] = set()
+    for row in cells:
+        groups = [[Action.parse(text) for text in cells_of.read_cell(cell)] for cell in row]
+        rows.append(tuple(action for group in groups for action in group))
+        paired |= {group[0].key for group in groups if len(group) > 1}
+    placement = cells_of.placement_of(name, rows)
     microbatches = {action.microbatch for row in rows for action in row if action.kind != "U"}
-    return Schedule(name, rows, placement, 1 + max(microbatches, default=-1), edges)
-
-
-def _parse_cell(cell: str) -> list[Action]:
-    pair = _PAIR.fullmatch(cell.strip())
-    return [Action.parse(text) for text in (pair.group(1).split(";") if pair else [cell])]
+    return Schedule(name, tuple(rows), placement, 1 + max(microbatches, default=-1), edges, frozenset(paired))

@@ -74,7 +74,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Example:
         >>> from lightning_parallel.pipeline.schedules import make
-        >>> timeline = simulate(make("1f1b", num_stages=4, num_microbatches=8))
+        >>> timeline = simulate(make("1f1b", num_ranks=4, num_microbatches=8))
         >>> timeline.makespan, round(timeline.idle, 4), timeline.peak
         (33.0, 0.2727, [4, 3, 2, 1])
     """

@@ -1,78 +1,120 @@
-"""The generators, over thousands of (D, M) and against torch's."""
+"""The generators, over thousands of (D, M): names, options, refusals, and every check."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining import schedules as torch_schedules
 
+from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
-from lightning_parallel.pipeline.schedules.formulas import peak_formula
-from lightning_parallel.pipeline.simulator import peak_activations
+from lightning_parallel.pipeline.schedules.spec import options_of
+from lightning_parallel.pipeline.simulator import simulate
+
+EVEN = {"dualpipe", "chimera"}  # on an even number of ranks only
+WITH_OPTIONS = ["interleaved_1f1b:v=1", "interleaved_1f1b:v=3", "interleaved_zb:v=1", "interleaved_zb:v=3", "looped_bfs:v=3"]
+ALL = [*SCHEDULES, *WITH_OPTIONS]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def ranks_of(name, largest):
+    return range(2 if name.split(":")[0] in EVEN else 1, largest + 1, 2 if name.split(":")[0] in EVEN else 1)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_small_ones_pass_every_check(name):
-    for num_stages in range(1, 7):
+    for num_ranks in ranks_of(name, 6):
         for num_microbatches in range(1, 13):
-            make(name, num_stages, num_microbatches).check(receive_ahead=1)
+            schedule = make(name, num_ranks, num_microbatches)
+            schedule.check(receive_ahead=max(map(len, schedule.actions)))
+            assert schedule.num_ranks == num_ranks
+            assert schedule.num_microbatches == num_microbatches
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 24), st.integers(1, 48))
+@given(st.sampled_from(ALL), st.integers(1, 16), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_large_ones_pass_every_check(name, num_stages, num_microbatches):
-    make(name, num_stages, num_microbatches).check(receive_ahead=1)
+def test_large_ones_pass_every_check(name, num_ranks, num_microbatches):
+    even = num_ranks + num_ranks % 2 if name.split(":")[0] in EVEN else num_ranks
+    schedule = make(name, even, num_microbatches)
+    schedule.check(receive_ahead=max(map(len, schedule.actions)))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_rows_hold_their_stage_and_the_activations_of_the_formula(name):
-    for num_stages in range(1, 33):
-        for num_microbatches in range(1, 33):
-            schedule = make(name, num_stages, num_microbatches)
-            assert schedule.placement == {(0, stage): stage for stage in range(num_stages)}
-            assert all(len(row) == 2 * num_microbatches for row in schedule.actions)
-            assert peak_activations(schedule) == peak_formula(name, num_stages, num_microbatches)
+# Of every schedule at D = 4, M = 16, and the same for all M >= 2D.
+RECEIVES = {
+    "naive": 0,
+    "gpipe": 0,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "zb_h1": 1,
+    "zb_h2": 2,
+    "interleaved_zb": 7,
+    "zb_v": 9,
+    "dualpipe": 2,
+    "dualpipe_v": 7,
+}
 
 
-def torch_rows(cls, num_stages, num_microbatches):
-    """Torch's own order: its schedule objects need a process group to be made, their generator does not."""
-    schedule = cls.__new__(cls)
-    schedule._num_stages, schedule._n_microbatches = num_stages, num_microbatches
-    order = schedule._get_pipeline_order()
-    compute = [[action for action in order[rank] if action and action.is_compute_op] for rank in range(num_stages)]
-    return [" ".join(map(str, row)) for row in compute]
+@pytest.mark.parametrize("name", RECEIVES)
+def test_receives_posted_ahead_do_not_grow_with_micro_batches(name):
+    assert {receive_ahead_needed(make(name, 4, m)) for m in (8, 12, 16)} == {RECEIVES[name]}
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
-def test_gpipe_is_torchs(num_stages):
-    for num_microbatches in range(1, 17):
-        ours = make("gpipe", num_stages, num_microbatches).to_text().splitlines()
-        assert ours == torch_rows(torch_schedules.ScheduleGPipe, num_stages, num_microbatches)
+@pytest.mark.parametrize("name", ALL)
+def test_every_rank_has_the_same_work_and_no_micro_batch_waits_for_another_step(name):
+    schedule = make(name, 4, 8)
+    held = {rank: len(schedule.stages_of(rank)) for rank in range(4)}
+    assert len(set(held.values())) == 1
+    timeline = simulate(schedule)
+    assert timeline.makespan >= max(sum(span.seconds for span in row) for row in timeline.rows)
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_1f1b_is_torchs(num_stages):
-    for num_microbatches in range(num_stages, 17):  # torch needs M >= D
-        ours = make("1f1b", num_stages, num_microbatches).to_text().splitlines()
-        theirs = torch_rows(torch_schedules.Schedule1F1B, num_stages, num_microbatches)
-        # Torch 2.13's list for the last rank counts its forwards from 1 instead of 0; its kinds are right.
-        assert ours[:-1] == theirs[:-1]
-        assert kinds(ours[-1]) == kinds(theirs[-1])
+@pytest.mark.parametrize("name", ALL)
+def test_a_name_makes_the_schedule_again(name):
+    schedule = make(name, 4, 8)
+    assert make(schedule.name, 4, 8) == schedule
 
 
-def kinds(row):
-    return [letter for letter in row if letter in "FB"]
+def test_one_rank_runs_whole_backwards_or_their_halves():
+    for name in set(SCHEDULES) - EVEN:
+        assert simulate(make(name, 1, 3)).idle == 0, name
+
+
+def test_fewer_rows_leave_the_order_of_the_others(subtests=None):
+    for name in ALL:
+        schedule = make(name, 4, 12)
+        fewer = schedule.first(11)
+        fewer.check(receive_ahead=max(map(len, fewer.actions)))
+        assert all(first.microbatch < 11 for first in fewer.paired)
 
 
 def test_names_are_read_in_any_case():
     assert make("GPipe", 2, 2) == make("gpipe", 2, 2)
+    assert make("ZB-H1", 2, 2) == make("zb_h1", 2, 2)
+
+
+def test_options_are_words_or_keywords():
+    assert make("interleaved_1f1b:v=3,group=5", 4, 9) == make("interleaved_1f1b", 4, 9, v=3, group=5)
+    assert make("interleaved_1f1b", 2, 4, v=3).num_stages == 6
+    assert options_of(SCHEDULES["interleaved_1f1b"]) == {"v": 2, "group": 0}
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"No schedule is called 'zbv'\. There are: naive, gpipe, 1f1b, or give a CSV"):
-        make("zbv", 2, 2)
+    with pytest.raises(ValueError, match=r"No schedule is called 'zbx'\. There are: naive, gpipe, 1f1b, .*, or give a"):
+        make("zbx", 2, 2)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "message"), [(0, 1, "num_stages=0"), (2, 0, "num_microbatches=0")])
-def test_numbers_below_one_are_refused(stages, microbatches, message):
-    with pytest.raises(ValueError, match=f"Schedule '1f1b' got {message}. Use 1 or more."):
-        make("1f1b", stages, microbatches)
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "message"),
+    [
+        ("1f1b", 0, 1, r"Schedule '1f1b' got num_ranks=0\. Use 1 or more\."),
+        ("1f1b", 2, 0, r"Schedule '1f1b' got num_microbatches=0\. Use 1 or more\."),
+        ("1f1b:v=2", 2, 2, r"Schedule '1f1b' has no option 'v'\. Its options and their defaults: none\."),
+        ("interleaved_1f1b:w=2", 2, 2, r"has no option 'w'\. Its options and their defaults: v=2, group=0\."),
+        ("interleaved_1f1b:v", 2, 2, r"'v' is no option\. Write name:option=value"),
+        ("interleaved_1f1b:v=x", 2, 2, r"'x' is no value for an option\. Use a number, true or false\."),
+        ("looped_bfs:v=0", 2, 2, r"got v=0 stages a rank\. Use 1 or more\."),
+        ("interleaved_1f1b:group=6", 4, 8, r"got group=6 for 8 micro-batches on 4 ranks, which leaves 2\. Groups"),
+        ("interleaved_1f1b:group=3", 4, 12, r"got group=3 for 12 micro-batches on 4 ranks, which leaves 0\. Groups"),
+        ("dualpipe", 3, 8, r"Schedule 'dualpipe' got 3 ranks\. Use an even number of ranks, or dualpipe_v\."),
+    ],
+)
+def test_what_cannot_be_is_told(name, ranks, microbatches, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, ranks, microbatches)

@@ -1,42 +1,68 @@
-"""Schedules by name: every family is one file with one pure function from (stages, micro-batches) to a ``Schedule``.
+"""Schedules by name: every family is one file with pure functions from (ranks, micro-batches) to a ``Schedule``.
 
-A new schedule is a new function and one line in ``SCHEDULES``. Each row r of the schedules here holds stage r.
+A new schedule is a new function and one line in ``SCHEDULES``. How many stages the model is cut into follows from the
+ranks and the schedule: ``Schedule.num_stages``, and ``Schedule.placement`` says which rank holds which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedules import spec
+from lightning_parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from lightning_parallel.pipeline.schedules.gpipe import gpipe
+from lightning_parallel.pipeline.schedules.interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
 from lightning_parallel.pipeline.schedules.naive import naive
 from lightning_parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from lightning_parallel.pipeline.schedules.zb_v import zb_v
+from lightning_parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, spec.Generator] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipe_v": dualpipe_v,
+}
 
-__all__ = ["SCHEDULES", "gpipe", "make", "naive", "one_f_one_b"]
+__all__ = ["SCHEDULES", "make", "spec"]
 
 
-def make(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of a name, for a model of so many stages and a step of so many micro-batches.
+def make(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    """The schedule of a name, for so many pipeline ranks and a step of so many micro-batches.
 
     Args:
-        name: one of ``SCHEDULES``, in any case.
-        num_stages: S, >= 1.
-        num_microbatches: M, >= 1; fewer micro-batches than stages are allowed.
+        name: one of ``SCHEDULES``, in any case, hyphens or underscores; options may follow as ``name:v=3``.
+        num_ranks: D, >= 1.
+        num_microbatches: M, >= 1; fewer micro-batches than ranks are allowed.
+        options: of this schedule, such as ``v=3``; they go before those in the name.
 
     Raises:
-        ValueError: no schedule has that name, or a number is below 1.
+        ValueError: no schedule has that name, it does not have such an option, or a number does not fit it.
 
     Example:
-        >>> print(make("1f1b", num_stages=2, num_microbatches=3).to_text())
+        >>> print(make("1f1b", num_ranks=2, num_microbatches=3).to_text())
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
+        >>> make("interleaved_1f1b:v=3", 2, 4) == make("interleaved_1f1b", 2, 4, v=3)
+        True
     """
-    generator = SCHEDULES.get(name.lower())
+    short, written = spec.parse(name)
+    generator = SCHEDULES.get(short)
     if generator is None:
         raise ValueError(f"No schedule is called {name!r}. There are: {', '.join(SCHEDULES)}, or give a CSV file.")
-    for argument, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+    for argument, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"Schedule {name!r} got {argument}={value}. Use 1 or more.")
-    return generator(num_stages, num_microbatches)
+    known, given = spec.options_of(generator), written | options
+    if unknown := sorted(set(given) - set(known)):
+        has = ", ".join(f"{key}={value}" for key, value in known.items()) or "none"
+        raise ValueError(f"Schedule {short!r} has no option {unknown[0]!r}. Its options and their defaults: {has}.")
+    return generator(num_ranks, num_microbatches, **given)

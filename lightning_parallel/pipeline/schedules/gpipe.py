@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Every rank forwards all micro-batches, then backs them up in micro-batch order 0 to M-1.
 
     Bubble ``(D - 1) / (M + D - 1)``; each rank holds the activations of all M micro-batches. The backwards run in
@@ -13,7 +13,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     the same bubble and the same peak, but adds up gradients in another order than 1F1B.
 
     Args:
-        num_stages: D, one stage a rank.
+        num_ranks: D, one stage a rank.
         num_microbatches: M.
 
     Returns:
@@ -30,6 +30,6 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     microbatches = range(num_microbatches)
     rows = (
         tuple(Action("F", stage, m) for m in microbatches) + tuple(Action("B", stage, m) for m in microbatches)
-        for stage in range(num_stages)
+        for stage in range(num_ranks)
     )
-    return Schedule("gpipe", tuple(rows), {(0, stage): stage for stage in range(num_stages)}, num_microbatches)
+    return Schedule("gpipe", tuple(rows), {(0, stage): stage for stage in range(num_ranks)}, num_microbatches)

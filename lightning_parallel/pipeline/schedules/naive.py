@@ -5,14 +5,14 @@ from __future__ import annotations
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
 
-def naive(num_stages: int, num_microbatches: int) -> Schedule:
+def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     """Each micro-batch goes forward through all stages and back before the next one starts.
 
     Of D ranks one works at a time: bubble ``(D - 1) / D`` whatever M is; each rank holds the activations of one
     micro-batch.
 
     Args:
-        num_stages: D, one stage a rank.
+        num_ranks: D, one stage a rank.
         num_microbatches: M.
 
     Returns:
@@ -28,6 +28,6 @@ def naive(num_stages: int, num_microbatches: int) -> Schedule:
     """
     rows = (
         tuple(action for m in range(num_microbatches) for action in (Action("F", stage, m), Action("B", stage, m)))
-        for stage in range(num_stages)
+        for stage in range(num_ranks)
     )
-    return Schedule("naive", tuple(rows), {(0, stage): stage for stage in range(num_stages)}, num_microbatches)
+    return Schedule("naive", tuple(rows), {(0, stage): stage for stage in range(num_ranks)}, num_microbatches)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Ranks alternate forwards and backwards as soon as the first backward can reach them.
 
     Rank r forwards ``min(M, D - 1 - r)`` micro-batches (warm-up), then alternates F and B until no forward is left,
@@ -15,7 +15,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     ``min(M, D - r)`` micro-batches. M below D is allowed.
 
     Args:
-        num_stages: D, one stage a rank.
+        num_ranks: D, one stage a rank.
         num_microbatches: M.
 
     Returns:
@@ -30,8 +30,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     Source:
         Narayanan et al., PipeDream-Flush in arXiv 2006.09503; Fan et al., DAPPLE, arXiv 2007.01045 (early backward).
     """
-    rows = (tuple(_row(stage, num_stages - 1 - stage, num_microbatches)) for stage in range(num_stages))
-    return Schedule("1f1b", tuple(rows), {(0, stage): stage for stage in range(num_stages)}, num_microbatches)
+    rows = (tuple(_row(stage, num_ranks - 1 - stage, num_microbatches)) for stage in range(num_ranks))
+    return Schedule("1f1b", tuple(rows), {(0, stage): stage for stage in range(num_ranks)}, num_microbatches)
 
 
 def _row(stage: int, warmup: int, num_microbatches: int) -> Iterator[Action]:
