@@ -62,7 +62,8 @@ class PipelineStrategy(PipelineCheckpoints):
     averages them.
 
     Args:
-        schedule: "gpipe", "1f1b", "naive", the path of a CSV file of actions, or a `Schedule`.
+        schedule: a name ("1f1b", "interleaved_1f1b:v=3", "zb_v"; see docs/schedules.md), the path of a CSV file of
+            actions, or a `Schedule`. Some hold several stages a rank, and cut the model into as many.
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
         blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
             names.
@@ -311,13 +312,23 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _make_schedule(self, num_microbatches: int) -> Schedule:
         if isinstance(self.schedule, str):
-            return schedules.make(self.schedule, self.num_ranks, num_microbatches)
+            return self._make_by_name(self.schedule, num_microbatches)
         if self.schedule.num_ranks != self.num_ranks:
             raise ValueError(
                 f"Schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but this run has"
                 f" {self.num_ranks}. Use Trainer(devices={self.schedule.num_ranks}), or give a schedule by name."
             )
         return self.schedule.first(num_microbatches)
+
+    def _make_by_name(self, name: str, num_microbatches: int) -> Schedule:
+        """A batch too small for the schedule's rule is run in the order of a full one."""
+        full = self._default_microbatches()
+        try:
+            return schedules.make(name, self.num_ranks, num_microbatches)
+        except ValueError:
+            if num_microbatches >= full:
+                raise
+        return schedules.make(name, self.num_ranks, full).first(num_microbatches)
 
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""

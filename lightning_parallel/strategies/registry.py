@@ -6,9 +6,13 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
-STRINGS: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
+_TWO_WAYS = {"dualpipe"}  # drawn and simulated, not run
+STRINGS: dict[str, dict[str, Any]] = {
+    f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _TWO_WAYS
+}
 
 
 def register() -> None:

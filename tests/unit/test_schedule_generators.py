@@ -10,7 +10,13 @@ from lightning_parallel.pipeline.schedules.spec import options_of
 from lightning_parallel.pipeline.simulator import simulate
 
 EVEN = {"dualpipe", "chimera"}  # on an even number of ranks only
-WITH_OPTIONS = ["interleaved_1f1b:v=1", "interleaved_1f1b:v=3", "interleaved_zb:v=1", "interleaved_zb:v=3", "looped_bfs:v=3"]
+WITH_OPTIONS = [
+    "interleaved_1f1b:v=1",
+    "interleaved_1f1b:v=3",
+    "interleaved_zb:v=1",
+    "interleaved_zb:v=3",
+    "looped_bfs:v=3",
+]
 ALL = [*SCHEDULES, *WITH_OPTIONS]
 
 
