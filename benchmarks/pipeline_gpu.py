@@ -5,7 +5,7 @@
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches; one stage a GPU. First, with a small
 model, losses are compared with one process. Beside the ratio: what one stage computes with nobody to wait for, times
-(D-1+M)/M, and each side's peak memory above what it held when its block of steps began.
+(D-1+M)/M with the optimizer's step, and each side's peak memory above what it held when its block of steps began.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import statistics
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,17 +24,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pairs import Interleave, synchronize
-from benchmarks.torch_stage import TorchStage, token_loss
-from lightning_parallel.callbacks import TimelineExporter
+from benchmarks.torch_peer import PEERS, limit_ms, torch_peer
+from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.strategies import PipelineStrategy
 
-PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 BAR = 1.02
 
 
@@ -42,45 +41,6 @@ class BenchGPT(GPT):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-
-def torch_peer(make: Callable[[], GPT], schedule: str, batch: Tensor, microbatches: int) -> Callable[[], None]:
-    """One step of torch's pipeline with its optimizer; stage s on rank s."""
-    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
-    group = dist.new_group(list(range(world)), backend="nccl")
-    module = TorchStage(make(), rank, world).to(device, torch.bfloat16)
-    stage = PipelineStage(module, rank, world, device, group=group)
-    runner = PEERS[schedule](stage, microbatches, loss_fn=token_loss)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        runner.step(*((batch,) if rank == 0 else ()), **({"target": batch} if rank == world - 1 else {}))
-        optimizer.step()
-
-    return step
-
-
-def limit_ms(module: LightningModule, batch: Tensor, microbatches: int) -> float:
-    """Forward and backward of half-size work on one GPU without waiting: this rank's stage alone, in ms a step."""
-    rank, world, device = dist.get_rank(), dist.get_world_size(), batch.device
-    stage = TorchStage(make_model(module.hparams), rank, world).to(device, torch.bfloat16)
-    parts = batch.chunk(microbatches)
-    width = module.hparams["width"]
-
-    def once() -> None:
-        for part in parts:
-            x = part if rank == 0 else torch.randn(*part.shape, width, device=device, dtype=torch.bfloat16)
-            y = stage(x if rank == 0 else x.requires_grad_())
-            (token_loss(y, part) if rank == world - 1 else y.float().sum()).backward()
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    once()
-    begin.record()
-    once()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def make_model(hparams: dict, cls: type[GPT] = GPT) -> GPT:
@@ -138,10 +98,11 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
     tokens = torch.randint(0, args.vocabulary, (rows * args.microbatches, length), generator=generator)
     batch = tokens.cuda()
     peak, peer_peak = Peak(), 0
+    other = args.peer or (schedule if schedule in PEERS else "1f1b")
 
     def make_peer(module: LightningModule) -> Callable[[], None]:
         nonlocal peer_peak
-        step = torch_peer(lambda: make_model(hparams), schedule, batch, args.microbatches)
+        step = torch_peer(lambda: make_model(hparams), other, batch, args.microbatches)
         step()
         synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -165,12 +126,12 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         cuda_graphs=args.cuda_graphs,
     )
     model = make_model(hparams, BenchGPT)
-    limits: list[float] = []
+    limits: list[tuple[float, float]] = []
     peaks: list[float] = []
 
     class Limit(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            limits.append(limit_ms(pl_module, batch, args.microbatches))
+            limits.append(limit_ms(lambda: make_model(hparams), batch, args.microbatches))
             bytes_ = torch.tensor([float(peak.bytes), float(peer_peak)])
             dist.all_reduce(bytes_, dist.ReduceOp.MAX)
             peaks.extend(bytes_.tolist())
@@ -180,13 +141,21 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         if args.trace
         else []
     )
-    trainer(world, pairs.steps, "bf16-true", strategy, [peak, pairs, Limit(), *exporter]).fit(model, loader)
+    monitor = BubbleMonitor(every_n_steps=5 * pairs.block)
+    callbacks = [peak, pairs, Limit(), monitor, *exporter]
+    trainer(world, pairs.steps, "bf16-true", strategy, callbacks).fit(model, loader)
     if int(os.environ["RANK"]) == 0:
-        bound = limits[0] * (world - 1 + args.microbatches) / args.microbatches
-        print(pairs.result.report(f"{schedule} {args.microbatches} x ({rows} x {length} tokens), {world} stages", BAR))
+        (compute, optimizer), m = limits[0], args.microbatches
+        bound = compute * (world - 1 + m) / m + optimizer
+        title = f"{schedule} against torch's {other}, {m} x ({rows} x {length} tokens), {world} GPUs"
+        title = f"{schedule}{' with CUDA graphs' if args.cuda_graphs else ''}{title.removeprefix(schedule)}"
+        ours = 1e3 * statistics.median(pairs.result.ours)
+        print(pairs.result.report(title, args.bar))
         print(
-            f"    one stage alone {limits[0]:.1f} ms, x (D-1+M)/M = {bound:.1f} ms; peak above start, dearest rank:"
-            f" ours {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB",
+            f"    limit: compute {compute:.1f} + optimizer {optimizer:.1f} ms, ours : limit"
+            f" {ours / (compute + optimizer):.3f}; 1F1B's bound {bound:.1f} ms;"
+            f" peak above start, dearest rank: ours {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB;"
+            f" {monitor.summary()}",
             flush=True,
         )
     del model, pairs
@@ -239,7 +208,9 @@ def check_parity(world: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", default=["1x1024", "4x2048"], help="rows x length of a micro-batch")
-    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], choices=list(PEERS))
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], help="ours")
+    parser.add_argument("--peer", choices=list(PEERS), help="torch's; default the one of that name, or 1f1b")
+    parser.add_argument("--bar", type=float, default=BAR)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument(
         "--block", type=int, default=2, help="steps of a block (three times as many for small micro-batches)"

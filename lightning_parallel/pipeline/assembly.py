@@ -116,7 +116,6 @@ class Pipeline:
         load_noted(model)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in model.parameters() if isinstance(parameter, ForeignParameter)]
-        self.gradients = FreshGradients([parameter for _, parameter in self.own])
         self._all = [model.get_parameter(entry.name) for entry in self.table.entries]
         self.to_device(device)
         self._groups = self._open_groups()
@@ -124,6 +123,8 @@ class Pipeline:
         self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
         graphs = SharedGraphs(device) if cuda_graphs else None
+        own = [parameter for _, parameter in self.own]
+        self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)

@@ -6,7 +6,7 @@ then. Gradients that are going to be zeroed anyway are dropped when the step beg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 
@@ -18,16 +18,19 @@ class FreshGradients:
 
     Args:
         parameters: this rank's parameters.
+        is_lent: whether a parameter's gradient lies in memory that the next step writes to.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], is_lent: Callable[[nn.Parameter], bool] = lambda parameter: False
+    ) -> None:
+        self._parameters, self._is_lent = list(parameters), is_lent
         self._fresh: list[Tensor | None] = []
 
     @contextmanager
     def aside(self, keep: bool) -> Iterator[None]:
         """For a step: `p.grad` is empty at first inside, and afterwards what it was (if it is to be kept)."""
-        before = [parameter.grad for parameter in self._parameters] if keep else None
+        before = [self._kept(parameter) for parameter in self._parameters] if keep else None
         for parameter in self._parameters:
             parameter.grad = None
         try:
@@ -36,6 +39,9 @@ class FreshGradients:
             self._fresh = [parameter.grad for parameter in self._parameters]
             for parameter, gradient in zip(self._parameters, before or repeat(None), strict=False):
                 parameter.grad = gradient
+
+    def _kept(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter.grad.clone() if parameter.grad is not None and self._is_lent(parameter) else parameter.grad
 
     def take(self) -> dict[nn.Parameter, Tensor | None]:
         """The gradients of the last step; they are forgotten here."""

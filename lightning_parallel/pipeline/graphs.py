@@ -2,8 +2,9 @@
 
 The one idea: a block's kernels are captured once for every micro-batch that is under way at a time (a *slot*), as three
 graphs: its forward, its input gradients (I) and its weight gradients (W). A call then copies the arguments into the
-slot, replays one graph and hands out what it left; a whole backward replays two. Random numbers are drawn from the
-module's own stream at every replay, as they are without graphs.
+slot, replays one graph and hands out what it left; a whole backward replays two. Gradients of weights are added up in
+memory that stays, within the kernels that make them where these can. Random numbers are drawn from the module's own
+stream at every replay, as they are without graphs.
 
 Left out: what is Python in a block (hooks, side effects, choices by values) happens at capture only. Blocks with hooks
 on modules, parameters or saved tensors run as they are; so do calls without gradients, and the whole of the first step.
@@ -86,7 +87,7 @@ class SharedGraphs:
         self.device, self.is_on, self.mode = device, False, 0
         self.left: list[_Slot] | None = None
         self.stream = torch.cuda.Stream(device)
-        self._scratch: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
+        self._accumulators: dict[nn.Parameter, Tensor] = {}
         self._modes: dict[Hashable, int] = {}
 
     def enter(self, signature: Hashable) -> None:
@@ -103,18 +104,15 @@ class SharedGraphs:
         finally:
             self.left = None
 
-    def scratch(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for the gradients of one block at a time."""
-        seen: dict[tuple[torch.Size, torch.dtype], int] = {}
-        found = []
-        for parameter in parameters:
-            kind = (parameter.shape, parameter.dtype)
-            seen[kind] = seen.get(kind, 0) + 1
-            key = (*kind, seen[kind])
-            if key not in self._scratch:
-                self._scratch[key] = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-            found.append(self._scratch[key])
-        return found
+    def accumulator(self, parameter: nn.Parameter) -> Tensor:
+        """The memory in which the parameter's gradient is added up."""
+        if parameter not in self._accumulators:
+            self._accumulators[parameter] = torch.zeros_like(parameter, requires_grad=False)
+        return self._accumulators[parameter]
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient lies in memory that the next step writes to."""
+        return parameter.grad is not None and parameter.grad is self._accumulators.get(parameter)
 
 
 class _Slot:
@@ -149,26 +147,20 @@ class _Slot:
         self.outputs = [x.detach() for x in tensors]
 
     def _capture_backward(self) -> None:
-        parameters = self.block.parameters
+        parameters, shared = self.block.parameters, self.block.shared
         before = [p.grad for p in parameters]
         for p in parameters:
-            p.grad = None
+            p.grad = shared.accumulator(p)
         self._incoming = [torch.empty_like(root) for root in self._roots]
-        with self._capturing() as self._inputs_backward:
+        with self._capturing() as self._inputs_backward, _noting(parameters) as come_with_inputs:
             waiting = backward_inputs(self._roots, self._incoming)
         del self._roots
         self.input_gradients = [x.grad for x in self.inputs]
         self._kept = list(waiting.tensors())
-        products = waiting.parameters()
-        rooms = self.block.shared.scratch(products)
-        for parameter, room in zip(products, rooms, strict=True):
-            parameter.grad = room
+        used = {id(p) for p in (*come_with_inputs, *waiting.parameters())}
+        self._sums = [(p, shared.accumulator(p)) for p in parameters if id(p) in used]
         with self._capturing() as self._weights_backward:
-            if rooms:
-                torch._foreach_zero_(rooms)
             waiting.run(fused=True)
-        made = [(p, p.grad) for p in parameters if p.grad is not None]
-        self._parameters, self._gradients = [p for p, _ in made], [g for _, g in made]
         for p, gradient in zip(parameters, before, strict=True):
             p.grad = gradient
         for x in self.inputs:
@@ -214,6 +206,7 @@ class _Slot:
             torch._foreach_zero_(absent)
         there = [(room, g) for room, g in zip(self._incoming, wanted, strict=True) if g is not None]
         _copy([room for room, _ in there], [g for _, g in there])
+        self._begin_sums()
         self._inputs_backward.replay()
         made = self.input_gradients
         if self.block.sends_gradients:
@@ -225,17 +218,20 @@ class _Slot:
         return made
 
     @torch.no_grad()
+    def _begin_sums(self) -> None:
+        """Let the gradients go on from what is there."""
+        new = [(p, total) for p, total in self._sums if p.grad is not total]
+        for parameter, total in new:
+            if parameter.grad is not None:
+                total.copy_(parameter.grad)
+        if empty := [total for parameter, total in new if parameter.grad is None]:
+            torch._foreach_zero_(empty)
+        for parameter, total in new:
+            parameter.grad = total
+
     def weights(self) -> None:
-        """The gradients of the weights, added to `p.grad`; then the slot is free."""
+        """The gradients of the weights; then the slot is free."""
         self._weights_backward.replay()
-        there = [(p.grad, g) for p, g in zip(self._parameters, self._gradients, strict=True) if p.grad is not None]
-        if there:
-            torch._foreach_add_([old for old, _ in there], [new for _, new in there])
-        if len(there) < len(self._parameters):
-            added = {id(new) for _, new in there}
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                if id(gradient) not in added:
-                    parameter.grad = gradient.clone()
         self._free.append(self)
 
 
@@ -254,6 +250,18 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.slot.backward(gradients))
+
+
+@contextmanager
+def _noting(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters that get a gradient inside."""
+    noted: list[Tensor] = []
+    hooks = [p.register_post_accumulate_grad_hook(noted.append) for p in parameters]
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _like(x: Tensor) -> Tensor:
