@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from lightning_parallel.pipeline.weight_grad.products import KINDS, VIEWS, Edge, Product, product_of
@@ -47,7 +47,7 @@ class Plan:
 def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
     """Sort what the backward from these roots leads to."""
     found = Plan()
-    stack = [node for root in roots if (node := _node_of(root)) is not None]
+    stack = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots]
     seen: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -69,10 +69,6 @@ def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
         stack += behind
     found.products = [product for product in found.products if product.leaf not in found.leaves]
     return found
-
-
-def _node_of(root: Tensor | GradientEdge) -> Node | None:
-    return root.node if isinstance(root, GradientEdge) else root.grad_fn
 
 
 def _leaf_behind(edge: Edge) -> Node | None:
