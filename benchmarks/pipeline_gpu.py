@@ -120,7 +120,7 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
     strategy = PipelineStrategy(
         schedule=schedule,
         num_microbatches=args.microbatches,
-        partition="count",
+        partition=[int(n) for n in args.partition.split(",")] if "," in args.partition else args.partition,
         check_loss=False,
         receive_ahead=args.receive_ahead,
         cuda_graphs=args.cuda_graphs,
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", default=["1x1024", "4x2048"], help="rows x length of a micro-batch")
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], help="ours")
     parser.add_argument("--peer", choices=list(PEERS), help="torch's; default the one of that name, or 1f1b")
+    parser.add_argument("--partition", default="count", help="ours: a name, or blocks of each stage as 8,9,8,7")
     parser.add_argument("--bar", type=float, default=BAR)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument(

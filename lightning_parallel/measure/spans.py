@@ -27,6 +27,7 @@ class Span:
         start: seconds, on one clock common to all rows of the step.
         end: seconds, on the same clock.
         replica: its replica.
+        slice: its token slice, or None for the whole.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Span:
     start: float
     end: float
     replica: int = 0
+    slice: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -56,7 +58,7 @@ class Span:
         return f"{self.kind} {self.stage}:{self.microbatch}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Span, (self.kind, self.stage, self.microbatch, self.start, self.end, self.replica)
+        return Span, (self.kind, self.stage, self.microbatch, self.start, self.end, self.replica, self.slice)
 
 
 Rows = tuple[tuple[Span, ...], ...]

@@ -22,6 +22,9 @@ class Costs:
         update: time of U.
         communication: time from the end of an action until its result is on another row; one number, or one for
             each (source row, destination row), 0 where it is left out. A result used on its own row costs nothing.
+        pair: T_F&B, time of a forward and a backward that a schedule pairs (``Schedule.paired``) and that run as one:
+            both start when both have their inputs, both results are there at the end. Left out, the two run one after
+            the other, each with its own input and result.
 
     Example:
         >>> costs = Costs(forward=[1.0, 2.0], communication=0.5)
@@ -37,6 +40,7 @@ class Costs:
     backward: PerStage | None = None
     update: PerStage = 0.0
     communication: float | Mapping[tuple[int, int], float] = 0.0
+    pair: float | None = None
 
     def of(self, action: Action) -> float:
         """Time that ``action`` keeps its row busy."""

@@ -83,12 +83,18 @@ def _find(
     )
 
 
-def topological_order(schedule: Schedule) -> tuple[Step, ...]:
+def topological_order(schedule: Schedule, as_one: bool = False) -> tuple[Step, ...]:
     """All actions in an order that keeps every row's order and puts each action after what it needs.
+
+    Args:
+        schedule: whose actions are ordered.
+        as_one: whether the two actions of a pair (``Schedule.paired``) run as one: the first waits for what either
+            needs, and what needs the first waits for both.
 
     Raises:
         ValueError: no such order exists; the message says which row waits for what.
     """
+    places_of = _places_as_one if as_one else _places
     numbers: list[list[int]] = [[] for _ in schedule.actions]  # of each row's actions that are done, in row order
     steps: list[Step] = []
     progress = True
@@ -96,7 +102,7 @@ def topological_order(schedule: Schedule) -> tuple[Step, ...]:
         progress = False
         for row, line in enumerate(schedule.actions):
             for action in line[len(numbers[row]) :]:
-                places = [place for _, place in located_needs(schedule, action)]
+                places = places_of(schedule, action)
                 if not all(at < len(numbers[source]) for source, at in places):
                     break
                 numbers[row].append(len(steps))
@@ -105,6 +111,17 @@ def topological_order(schedule: Schedule) -> tuple[Step, ...]:
     if len(steps) < sum(map(len, schedule.actions)):
         raise ValueError(_circle(schedule, [len(done) for done in numbers]))
     return tuple(steps)
+
+
+def _places(schedule: Schedule, action: Action) -> list[tuple[int, int]]:
+    return [place for _, place in located_needs(schedule, action)]
+
+
+def _places_as_one(schedule: Schedule, action: Action) -> list[tuple[int, int]]:
+    row, at = schedule.location[action.key]
+    both = (action, schedule.actions[row][at + 1]) if action.key in schedule.paired else (action,)
+    needs = {need.key: place for one in both for need, place in located_needs(schedule, one)}
+    return [(row, at + (need in schedule.paired)) for need, (row, at) in needs.items()]
 
 
 def _circle(schedule: Schedule, heads: list[int]) -> str:

@@ -8,11 +8,14 @@ queue. Left out: contention of links, memory other than activations, the time of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from lightning_parallel.measure import bubble
 from lightning_parallel.measure.spans import Rows, Span
+from lightning_parallel.pipeline import dependencies
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
@@ -79,7 +82,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         (33.0, 0.2727, [4, 3, 2, 1])
     """
     costs = costs or Costs()
-    order = schedule.order
+    order = schedule.order if costs.pair is None else dependencies.topological_order(schedule, as_one=True)
+    times = _times(schedule, costs)
     ends: list[float] = []
     blockers: list[int | None] = []  # the action that decided when this one could start
     rows: list[list[Span]] = [[] for _ in schedule.actions]
@@ -93,12 +97,34 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
             arrival = ends[need] + costs.hop(order[need].row, row)
             if arrival > start:
                 start, blocker = arrival, need
-        ends.append(start + costs.of(action))
+        ends.append(start + times(action))
         blockers.append(blocker)
-        rows[row].append(Span(action.kind, action.stage, action.microbatch, start, ends[-1], action.replica))
+        rows[row].append(
+            Span(action.kind, action.stage, action.microbatch, start, ends[-1], action.replica, action.slice)
+        )
         last[row] = index
     path = tuple(order[index].action for index in _chain(ends, blockers))
     return Timeline(schedule, tuple(map(tuple, rows)), path)
+
+
+def _times(schedule: Schedule, costs: Costs) -> Callable[[Action], float]:
+    """The time of an action; a pair that runs as one is shared out to its two actions as they cost alone."""
+    if costs.pair is None:
+        return costs.of
+    partner: dict[Action, Action] = {}
+    for line in schedule.actions:
+        for first, second in pairwise(line):
+            if first.key in schedule.paired:
+                partner |= {first: second, second: first}
+
+    def time(action: Action) -> float:
+        if action not in partner:
+            return costs.of(action)
+        both = costs.of(action) + costs.of(partner[action])
+        assert costs.pair is not None
+        return costs.pair * costs.of(action) / both if both else costs.pair / 2
+
+    return time
 
 
 def _chain(ends: list[float], blockers: list[int | None]) -> list[int]:
@@ -111,12 +137,17 @@ def _chain(ends: list[float], blockers: list[int | None]) -> list[int]:
     return chain[::-1]
 
 
-def peak_activations(schedule: Schedule) -> list[float]:
+def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> list[float]:
     """Most activations each row holds at a time, in activations of one full stage for one micro-batch.
 
     F stores them; B frees them, or W where the backward is split. Since a row runs in order, no times are needed. When
-    S stages lie on D rows a stage counts D / S, and a slice its share of the micro-batch. Memory between I and W is
-    counted in full, while the zero-bubble paper counts it as M_W.
+    S stages lie on D rows a stage counts ``D / S``, and a slice its share of the micro-batch; in a schedule of several
+    replicas each one's stage counts so too.
+
+    Args:
+        schedule: whose rows are followed.
+        weight_share: M_W / M_B, the share of the activations that W still needs after I has run. At 1 nothing is freed
+            by I; a transformer block keeps ``32 / (34 + 5 a s / h)`` [1].
 
     Returns:
         One number a row, an ``int`` where it is whole.
@@ -124,15 +155,20 @@ def peak_activations(schedule: Schedule) -> list[float]:
     Example:
         >>> peak_activations(Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"))
         [2, 1]
+        >>> peak_activations(Schedule.from_text("0F0 0I0 0F1 0I1 0W0 0W1"), weight_share=0.5)
+        [1.5]
+
+    Source:
+        [1] Qi et al., arXiv 2401.10241, table 1.
     """
     slices = Counter(action.microbatch for action in schedule.of("F") if action.stage == 0)
     unit = schedule.num_ranks / schedule.num_stages
+    change = {"F": 1.0, "B": -1.0, "I": weight_share - 1.0, "W": -weight_share, "U": 0.0}
     peaks = []
     for row in schedule.actions:
         live = peak = 0.0
         for action in row:
-            if action.kind in "FBW":
-                live += unit / slices[action.microbatch] * (1 if action.kind == "F" else -1)
+            live += unit / slices[action.microbatch] * change[action.kind]
             peak = max(peak, live)
         rounded = round(peak, 9)
         peaks.append(int(rounded) if rounded.is_integer() else rounded)

@@ -129,3 +129,15 @@ def test_several_roots_and_a_loss():
     y = model(ROWS)
     backward_inputs([y.sum(), y.square()], [None, torch.ones(2, 3, 3)]).run()
     assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+def test_a_root_may_be_a_leaf():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    backward_inputs([model(ROWS).sum(), model.bias], [None, torch.ones(3)]).run()
+    assert torch.equal(model.bias.grad, torch.full((3,), 7.0))
+
+
+def test_a_root_without_gradients_is_refused_as_autograd_does():
+    with pytest.raises(RuntimeError, match="require"):
+        backward_inputs([torch.ones(())], [None])

@@ -32,7 +32,7 @@ SCHEDULES: dict[str, spec.Generator] = {
     "dualpipe_v": dualpipe_v,
 }
 
-__all__ = ["SCHEDULES", "make", "spec"]
+__all__ = ["SCHEDULES", "find", "make", "spec"]
 
 
 def make(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
@@ -54,15 +54,29 @@ def make(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Sc
         >>> make("interleaved_1f1b:v=3", 2, 4) == make("interleaved_1f1b", 2, 4, v=3)
         True
     """
+    generator, written = find(name)
+    for argument, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if value < 1:
+            raise ValueError(f"Schedule {name!r} got {argument}={value}. Use 1 or more.")
+    return generator(num_ranks, num_microbatches, **_known_options(name, generator, written | options))
+
+
+def find(name: str) -> tuple[spec.Generator, dict[str, Any]]:
+    """The generator of a name, and the options written in it.
+
+    Raises:
+        ValueError: there is none, or it does not have such an option.
+    """
     short, written = spec.parse(name)
     generator = SCHEDULES.get(short)
     if generator is None:
         raise ValueError(f"No schedule is called {name!r}. There are: {', '.join(SCHEDULES)}, or give a CSV file.")
-    for argument, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"Schedule {name!r} got {argument}={value}. Use 1 or more.")
-    known, given = spec.options_of(generator), written | options
+    return generator, _known_options(name, generator, written)
+
+
+def _known_options(name: str, generator: spec.Generator, given: dict[str, Any]) -> dict[str, Any]:
+    known = spec.options_of(generator)
     if unknown := sorted(set(given) - set(known)):
         has = ", ".join(f"{key}={value}" for key, value in known.items()) or "none"
-        raise ValueError(f"Schedule {short!r} has no option {unknown[0]!r}. Its options and their defaults: {has}.")
-    return generator(num_ranks, num_microbatches, **given)
+        raise ValueError(f"Schedule {name!r} has no option {unknown[0]!r}. Its options and their defaults: {has}.")
+    return given

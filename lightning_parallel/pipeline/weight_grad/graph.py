@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_parallel.pipeline.weight_grad.products import KINDS, VIEWS, Edge, Product, product_of
+from lightning_parallel.pipeline.weight_grad.products import KINDS, Kind, Product, product_of
+from lightning_parallel.pipeline.weight_grad.way import LEAF
 
-LEAF = "AccumulateGrad"
 # Their backwards call autograd themselves, and raise if the one around them has targets.
 WHOLE = frozenset({"CheckpointFunctionBackward"})
 
@@ -28,56 +26,60 @@ class Plan:
 
     Attributes:
         products: what waits.
-        leaves: nodes of the leaves whose gradients come with I.
-        ends: other nodes at which I ends. They are to run though nothing is behind them: they take note of what comes.
+        targets: where the engine has to get to in I: leaves, and other nodes at which it ends. These are to run though
+            nothing is behind them: they take note of what comes.
         whole: whether this backward cannot be split.
     """
 
     products: list[Product] = field(default_factory=list)
-    leaves: set[Node] = field(default_factory=set)
-    ends: list[Node] = field(default_factory=list)
+    targets: list[Tensor | GradientEdge] = field(default_factory=list)
     whole: bool = False
 
-    def targets(self) -> list[Tensor | GradientEdge]:
-        """Where the engine has to get to in I."""
-        leaves: list[Tensor | GradientEdge] = [leaf.variable for leaf in self.leaves]  # type: ignore[attr-defined]
-        return leaves + [GradientEdge(node, 0) for node in self.ends]
+
+_PLAIN, _LEAF, _WHOLE = "plain", "leaf", "whole"
+_kinds: dict[type, str | Kind] = {}  # of the types of nodes that were seen
+
+
+def _kind_of(type_of_node: type) -> str | Kind:
+    name = type_of_node.__name__
+    kind: str | Kind = KINDS.get(name, _PLAIN)
+    if name == LEAF or name in WHOLE:
+        kind = _LEAF if name == LEAF else _WHOLE
+    return _kinds.setdefault(type_of_node, kind)
 
 
 def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
-    """Sort what the backward from these roots leads to."""
-    found = Plan()
-    stack = [node for root in roots if (node := _node_of(root)) is not None]
+    """Sort what the backward from these roots leads to. (Written out: it runs over every node, in every backward.)"""
+    products: list[Product] = []
+    leaves: list[Tensor] = []
+    ends: list[Node] = []
+    whole = False
     seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = type(node).__name__
-        if kind == LEAF:
-            found.leaves.add(node)
-            continue
-        edges: Sequence[Edge] = node.next_functions
-        if kind in KINDS and (product := product_of(node, edges, _leaf_behind)) is not None:
-            found.products.append(product)
-            edges = [edge for edge in edges if edge is not product.edge]
-        behind = [node for node, _ in edges if node is not None]
-        if not behind:
-            found.ends.append(node)
-        found.whole |= kind in WHOLE
-        stack += behind
-    found.products = [product for product in found.products if product.leaf not in found.leaves]
-    return found
-
-
-def _node_of(root: Tensor | GradientEdge) -> Node | None:
-    return root.node if isinstance(root, GradientEdge) else root.grad_fn
-
-
-def _leaf_behind(edge: Edge) -> Node | None:
-    """The parameter's node that an edge leads to through views and casts alone. (Other leaves are inputs.)"""
-    node: Any = edge[0]
-    while (kind := type(node).__name__) in VIEWS:
-        node = node.next_functions[0][0]
-    return node if kind == LEAF and (type(node.variable) is Parameter or isinstance(node.variable, Parameter)) else None
+    now = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots]
+    while now:
+        following: list[Node] = []
+        for node in now:
+            if node in seen:
+                continue
+            seen.add(node)
+            kind = _kinds.get(type(node)) or _kind_of(type(node))
+            if kind is _LEAF:
+                leaves.append(node.variable)  # type: ignore[attr-defined]
+                continue
+            edges = node.next_functions
+            waits = -1
+            if kind is _WHOLE:
+                whole = True
+            elif kind is not _PLAIN and (found := product_of(kind, node, edges)) is not None:  # type: ignore[arg-type]
+                waits, product = found
+                products.append(product)
+            number = len(following)
+            for slot, (behind, _) in enumerate(edges):
+                if behind is not None and slot != waits:
+                    following.append(behind)
+            if len(following) == number:
+                ends.append(node)
+        now = following
+    met = set(map(id, leaves))
+    products = [product for product in products if id(product.way.parameter) not in met]
+    return Plan(products, [*leaves, *(GradientEdge(node, 0) for node in ends)], whole)

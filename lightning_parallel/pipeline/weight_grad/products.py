@@ -17,20 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.pipeline.weight_grad.saved import CannotRead, read
+from lightning_parallel.pipeline.weight_grad.saved import CannotRead, Factor, reader
+from lightning_parallel.pipeline.weight_grad.way import Edge, Way, way_to_parameter
 
-Edge: TypeAlias = tuple[Node | None, int]
 Formula: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (gradient that comes in, other factor) -> product
-
-# Nodes that save no tensors: whether they run with I, with W or with both, they need nothing kept.
-VIEWS = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Split", "SplitWithSizes",
-        "UnsafeSplit", "Slice", "Select", "Unbind", "Narrow", "Unsqueeze", "Squeeze", "Expand", "ToCopy", "Clone",
-    )
-    for number in (0, 1)
-)  # fmt: skip
 
 
 class Product:
@@ -38,26 +28,26 @@ class Product:
 
     Args:
         node: the node of the graph whose half it is.
-        edge: where it goes on from there, towards the parameter.
-        leaf: the parameter's node, where it ends.
+        way: where it goes on from there.
         formula: makes it.
         factor: the other factor, or how to read it from within the backward.
     """
 
-    __slots__ = ("edge", "factor", "formula", "gradients", "leaf", "node")
+    __slots__ = ("factor", "formula", "gradients", "node", "way")
 
-    def __init__(
-        self, node: Node, edge: Edge, leaf: Node, formula: Formula, factor: Tensor | Callable[[], Tensor]
-    ) -> None:
+    def __init__(self, node: Node, way: Way, formula: Formula, factor: Factor) -> None:
         self.node: Node | None = node
-        self.edge, self.leaf, self.formula, self.factor = edge, leaf, formula, factor
+        self.way, self.formula, self.factor = way, formula, factor
         self.gradients: list[Sequence[Tensor | None]] = []  # what the node was called with: once, or never
 
-    def watch(self) -> RemovableHandle:
-        """Keep what the backward to come hands to the node."""
+    def watch(self) -> RemovableHandle | None:
+        """Keep what the backward to come hands to the node. A handle is to be removed after it."""
         node, self.node = self.node, None
         assert node is not None
-        return node.register_prehook(self.gradients.append if isinstance(self.factor, Tensor) else self._note)
+        if isinstance(self.factor, Tensor):
+            node.register_prehook(self.gradients.append)  # no Python runs
+            return None
+        return node.register_prehook(self._note)
 
     def _note(self, gradients: Sequence[Tensor | None]) -> None:
         if not isinstance(self.factor, Tensor):
@@ -70,26 +60,24 @@ class Product:
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """The gradient that came in, and the other factor."""
-        gradient = self.gradients[0][0]
-        assert gradient is not None and isinstance(self.factor, Tensor)
-        return gradient, self.factor
+        return self.gradients[0][0], self.factor  # type: ignore[return-value]
 
 
-def product_of(node: Node, edges: Sequence[Edge], leaf_behind: Callable[[Edge], Node | None]) -> Product | None:
-    """The product of a weight in this node, if there is one that can wait."""
-    for slot, make in _TABLE[type(node).__name__]:
-        edge = edges[slot]
-        leaf = leaf_behind(edge)
-        if leaf is not None:
+def product_of(kind: Kind, node: Node, edges: Sequence[Edge]) -> tuple[int, Product] | None:
+    """The product of a weight in a node of this kind that can wait, if there is one, and the number of its edge."""
+    for slot, make in kind:
+        way = way_to_parameter(edges[slot])
+        if way is not None:
             try:
-                made = make(node, edge)
+                made = make(node, way)
             except CannotRead:
                 return None
-            return None if made is None else Product(node, edge, leaf, *made)
+            return None if made is None else (slot, Product(node, way, *made))
     return None
 
 
-_Made: TypeAlias = tuple[Formula, Tensor | Callable[[], Tensor]] | None
+_Made: TypeAlias = tuple[Formula, Factor] | None
+Kind: TypeAlias = tuple[tuple[int, Callable[[Any, Way], _Made]], ...]
 
 
 def of_second(gradient: Tensor, first: Tensor) -> Tensor:
@@ -114,29 +102,34 @@ def _of_first_batched(gradient: Tensor, second: Tensor) -> Tensor:
     return gradient.bmm(second.transpose(1, 2))
 
 
-def _matmul(factor: str, formula: Formula, node: Any, edge: Edge) -> _Made:
-    if getattr(node, "_saved_alpha", 1) != 1:
-        return None
-    saved = read(node, factor)
-    if isinstance(saved, Tensor) and (saved.layout != torch.strided or saved.is_complex()):
-        return None
-    transposed = formula is of_second and type(edge[0]).__name__ in ("TBackward0", "TransposeBackward0")
-    return (of_second_transposed if transposed else formula), saved
+def _matmul(factor: str, formula: Formula, scaled: bool = False) -> Callable[[Any, Way], _Made]:
+    """How to make the product of one side of a matrix product."""
+    read, second = reader(factor), formula is of_second
+
+    def make(node: Any, way: Way) -> _Made:
+        if scaled and node._saved_alpha != 1:
+            return None
+        saved = read(node)
+        if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.is_complex()):
+            return None
+        return (of_second_transposed if second and way.transposes else formula), saved
+
+    return make
 
 
-def _convolution(node: Any, edge: Edge) -> _Made:
+_read_input, _read_indices = reader("input"), reader("indices")
+
+
+def _convolution(node: Any, way: Way) -> _Made:
     """The weight of a convolution. Its factor is the input; of the weight the shape is enough."""
-    behind: Any = edge[0]
-    while type(behind).__name__ == "ToCopyBackward0":
-        behind = behind.next_functions[0][0]
-    weight = getattr(behind, "variable", None)
-    if weight is None or weight.is_complex():
+    weight = way.parameter
+    if not way.keeps_shape or weight.is_complex():
         return None
     settings = [
         getattr(node, f"_saved_{name}")
         for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     ]
-    return partial(_of_kernel, weight.detach(), settings), read(node, "input")
+    return partial(_of_kernel, weight.detach(), settings), _read_input(node)
 
 
 def _of_kernel(weight: Tensor, settings: Sequence[Any], gradient: Tensor, x: Tensor) -> Tensor:
@@ -146,13 +139,13 @@ def _of_kernel(weight: Tensor, settings: Sequence[Any], gradient: Tensor, x: Ten
     return torch.ops.aten.convolution_backward(gradient, x, weight, [0], *settings, mask)[1]
 
 
-def _embedding(node: Any, edge: Edge) -> _Made:
+def _embedding(node: Any, way: Way) -> _Made:
     if node._saved_sparse:
         return None
     settings = [
         getattr(node, f"_saved_{name}") for name in ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
     ]
-    return partial(_of_table, settings), read(node, "indices")
+    return partial(_of_table, settings), _read_indices(node)
 
 
 def _of_table(settings: Sequence[Any], gradient: Tensor, indices: Tensor) -> Tensor:
@@ -162,14 +155,10 @@ def _of_table(settings: Sequence[Any], gradient: Tensor, indices: Tensor) -> Ten
 
 
 # For each kind of node its factors that may be a weight: (number of the edge, how to make the product).
-_TABLE: dict[str, tuple[tuple[int, Callable[[Any, Edge], _Made]], ...]] = {
-    "MmBackward0": ((1, partial(_matmul, "self", of_second)), (0, partial(_matmul, "mat2", _of_first))),
-    "AddmmBackward0": ((2, partial(_matmul, "mat1", of_second)), (1, partial(_matmul, "mat2", _of_first))),
-    "BmmBackward0": (
-        (1, partial(_matmul, "self", _of_second_batched)),
-        (0, partial(_matmul, "mat2", _of_first_batched)),
-    ),
+KINDS: dict[str, Kind] = {
+    "MmBackward0": ((1, _matmul("self", of_second)), (0, _matmul("mat2", _of_first))),
+    "AddmmBackward0": ((2, _matmul("mat1", of_second, scaled=True)), (1, _matmul("mat2", _of_first, scaled=True))),
+    "BmmBackward0": ((1, _matmul("self", _of_second_batched)), (0, _matmul("mat2", _of_first_batched))),
     "ConvolutionBackward0": ((1, _convolution),),
     "EmbeddingBackward0": ((0, _embedding),),
-}  # fmt: skip
-KINDS = frozenset(_TABLE)
+}

@@ -8,31 +8,39 @@ Its record of what was read is told to expect two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 
 class CannotRead(Exception):
     """A node's saved tensor can only be read by the node."""
 
 
-def read(node: Node, name: str) -> Tensor | Callable[[], Tensor]:
-    """The saved tensor `name` of a node, or how to read it from within the backward that the node is part of.
+Factor: TypeAlias = Tensor | Callable[[], Tensor]  # a tensor, or how to read it from within the backward
 
-    Raises:
-        CannotRead: the node alone may.
+
+def reader(name: str) -> Callable[[Any], Factor]:
+    """What reads the saved tensor `name` of a node.
+
+    It raises `CannotRead` where the node alone may read it. Otherwise it gives the tensor, or how to read it within the
+    backward that the node is part of.
     """
-    raw: Any = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or not hasattr(raw, "unpack_hook"):  # a PyTorch that does not show it
-        raise CannotRead
-    unpack = raw.unpack_hook
-    if unpack is None:
-        return getattr(node, f"_saved_{name}").detach()  # as it is saved it knows all the graph before it
-    if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
-        _expect_two_readings(raw.data)
-    return lambda: getattr(node, f"_saved_{name}").detach()
+    raw_name, saved_name = f"_raw_saved_{name}", f"_saved_{name}"
+
+    def read(node: Any) -> Factor:
+        try:
+            raw = getattr(node, raw_name)
+            unpack = raw.unpack_hook
+        except AttributeError as error:  # a PyTorch that does not show it
+            raise CannotRead from error
+        if unpack is None:
+            return getattr(node, saved_name).detach()  # as it is saved it knows all the graph before it
+        if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
+            _expect_two_readings(raw.data)
+        return lambda: getattr(node, saved_name).detach()
+
+    return read
 
 
 def _expect_two_readings(holder: Any) -> None:

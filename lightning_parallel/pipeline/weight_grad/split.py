@@ -48,8 +48,9 @@ def backward_inputs(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[
         return WeightGradients()
     handles = [product.watch() for product in found.products]
     try:
-        torch.autograd.backward(roots, gradients, inputs=found.targets())  # type: ignore[arg-type]
+        torch.autograd.backward(roots, gradients, inputs=found.targets)  # type: ignore[arg-type]
     finally:
         for handle in handles:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
     return WeightGradients([product for product in found.products if product.reached()])

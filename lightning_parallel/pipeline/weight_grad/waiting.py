@@ -2,7 +2,8 @@
 
 The one idea: a product enters autograd's engine where its node would have handed it on, many in one call, so that what
 happens on the way to `p.grad` (casts, sums over uses, hooks) happens as in a whole backward, once a parameter. Several
-micro-batches may run together: the products of a weight are then summed on the way.
+micro-batches may run together: the products of a weight are then summed on the way. Where nothing is on the way it is
+not gone (see `by_hand`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
-from lightning_parallel.pipeline.weight_grad.products import Product, of_second, of_second_transposed
+from lightning_parallel.pipeline.weight_grad.by_hand import add_by_hand, is_unwatched
+from lightning_parallel.pipeline.weight_grad.products import Product
 
 IN_ONE_CALL = 2**27  # bytes of products that are made before the engine adds them to the gradients
 
@@ -34,7 +36,7 @@ class WeightGradients:
 
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients lack something as long as this has not run; each once."""
-        return list({product.leaf: product.leaf.variable for product in self._products}.values())  # type: ignore[attr-defined]
+        return list({id(product.way.parameter): product.way.parameter for product in self._products}.values())
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are kept until it runs: for each product the gradient that came in and the other factor."""
@@ -68,76 +70,59 @@ def run_together(
         fused: add a product to a gradient that is there already within the product's own kernel, where no hook wants
             to see it: one pass over the gradient instead of three, rounded once instead of twice.
     """
-    by_leaf: dict[Node, list[Product]] = {}
+    of: dict[int, list[Product]] = {}
     for weights in waiting:
         for product in weights.take():
-            by_leaf.setdefault(product.leaf, []).append(product)
+            of.setdefault(id(product.way.parameter), []).append(product)
     batch = _Batch(ready)
-    for leaf, products in by_leaf.items():
-        parameter = leaf.variable  # type: ignore[attr-defined]
-        fuse = fused and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+    for products in of.values():
+        parameter = products[0].way.parameter
+        by_hand = (fused or len(products) == 1) and is_unwatched(parameter)
         while products:
             product = products.pop(0)
-            if not (fuse and _add_within(parameter.grad, product)):
+            if not (by_hand and add_by_hand(parameter, product, fused)):
                 batch.add(product)
-                if fuse and products:  # the others go on top
-                    batch.flush()
         batch.end(parameter)
     batch.flush()
 
 
 class _Batch:
-    """Products on their way into the engine."""
+    """Products on their way into the engine, and parameters that are complete when they are in."""
 
     def __init__(self, ready: Callable[[Tensor], None] | None) -> None:
         self._ready, self._complete = ready, list[Tensor]()
-        self._edges: list[GradientEdge] = []
+        self._starts: list[Tensor | GradientEdge] = []
         self._products: list[Tensor] = []
         self._bytes = 0
 
     def add(self, product: Product) -> None:
-        made = product.formula(*product.operands())
-        self._edges.append(GradientEdge(*product.edge))  # type: ignore[arg-type]
+        made, start = product.formula(*product.operands()), product.way.start
+        self._starts.append(start if isinstance(start, Tensor) else GradientEdge(*start))  # type: ignore[arg-type]
         self._products.append(made)
         self._bytes += made.nbytes
 
     def end(self, parameter: Tensor) -> None:
         """No more products for this parameter."""
-        if self._ready is not None:
+        if self._ready is not None and not self._starts:
+            self._ready(parameter)
+        elif self._ready is not None:
             self._complete.append(parameter)
         if self._bytes >= IN_ONE_CALL:
             self.flush()
 
     def flush(self) -> None:
         """Let the engine add what is there to the gradients."""
-        edges, products, complete = self._edges, self._products, self._complete
-        self._edges, self._products, self._complete, self._bytes = [], [], [], 0
-        if edges:
-            _accumulate(edges, products)
+        starts, products, complete = self._starts, self._products, self._complete
+        self._starts, self._products, self._complete, self._bytes = [], [], [], 0
+        if starts:
+            _accumulate(starts, products)
         if self._ready is not None:
             for parameter in complete:
                 self._ready(parameter)
 
 
-def _accumulate(edges: Sequence[GradientEdge], products: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward(edges, products)` without its checks of every root, which cost more than the rest."""
+def _accumulate(starts: Sequence[Tensor | GradientEdge], products: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward(starts, products)` without its checks of every root, which cost more than the rest."""
     Variable._execution_engine.run_backward(
-        tuple(edges), tuple(products), False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(starts), tuple(products), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _add_within(gradient: Tensor | None, product: Product) -> bool:
-    """Add a matrix product to the gradient that is there, in one kernel; False where that cannot be."""
-    node = product.edge[0]
-    if gradient is None or gradient.layout != torch.strided or node is None:
-        return False
-    incoming, factor = product.operands()
-    if not gradient.dtype == incoming.dtype == factor.dtype:
-        return False
-    if product.formula is of_second_transposed and node.next_functions[0][0] is product.leaf:
-        gradient.addmm_(incoming.t(), factor)
-    elif product.formula is of_second and node is product.leaf:
-        gradient.addmm_(factor.t(), incoming)
-    else:
-        return False
-    return True
