@@ -42,6 +42,7 @@ from lightning_parallel.strategies.arguments import all_are, is_count, read_sche
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
+from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.step import TrainerStep
@@ -233,6 +234,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather, shares)
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
+        self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)
@@ -286,6 +288,8 @@ class PipelineStrategy(PipelineCheckpoints):
         for replaced in ("clip_grad_by_norm", "forward_context"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
+        if self._pipeline is not None:
+            self.loss_scale.release()
         if self._metrics is not None:
             self.metrics.release(failed)
             self._metrics = None

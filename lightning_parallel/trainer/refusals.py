@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -21,17 +20,12 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     """Raise for what a pipeline cannot run as the module is written.
 
     Raises:
-        ValueError: manual optimization, an overridden backward, an iterator step, or a gradient scaler.
+        ValueError: manual optimization, an overridden backward, or an iterator step.
         TypeError: the module is not a `lightning.pytorch.LightningModule`.
     """
     module, name = strategy.lightning_module, type(strategy).__name__
     if not isinstance(module, LightningModule):
         raise TypeError(f"{name} got a {type(module)}, it needs a lightning.pytorch.LightningModule.")
-    if isinstance(strategy.precision_plugin, MixedPrecision) and strategy.precision_plugin.scaler is not None:
-        raise ValueError(
-            f'{name} does not support Trainer(precision="{strategy.precision_plugin.precision}"), whose gradient scaler'
-            ' decides on each process alone. Use precision="bf16-mixed", "bf16-true" or 32.'
-        )
     _refuse_batch_size_finder(trainer, name)
     if trainer.state.fn != TrainerFn.FITTING:
         return

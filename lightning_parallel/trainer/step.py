@@ -63,7 +63,7 @@ class TrainerStep:
             signatures=strategy.pipeline.signatures(self.kind, self.parts),
             batch=self._batch_number(),
             loss_of=loss_of if self.training else None,
-            scales=[self._scalar(weight * scale) for weight in self.weights] if self.training else (),
+            scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._announce if self.at_loss and self.kind != "predict" else None,
         )
 
@@ -114,6 +114,10 @@ class TrainerStep:
                 return method(part, *self.args)
 
         return step
+
+    def _seed(self, share: float | Tensor) -> Tensor:
+        """What the backward of a micro-batch begins with."""
+        return self.strategy.loss_scale.scaled(self._scalar(share))
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         """A number on the device, in the module's precision but no lower than float32."""

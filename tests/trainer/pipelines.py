@@ -26,6 +26,7 @@ LOSS = {"rtol": 2e-5, "atol": 2e-6}
 WEIGHTS = {"rtol": 2e-5, "atol": 2e-6}
 # bf16 keeps 8 bits (4e-3), and a micro-batch rounds at other places than a batch.
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
+HALF = {"rtol": 5e-3, "atol": 1e-3}  # float16 keeps 11 bits (5e-4)
 
 Init = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -1,10 +1,12 @@
 """A pipeline trains what one process trains: losses, weights, optimizer state and everything logged, on every rank."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,6 +23,7 @@ from tests.trainer.modules import (
     Classifier,
     Mlp,
     Pair,
+    chain,
     row_dataset,
     row_loader,
     rows,
@@ -29,6 +32,7 @@ from tests.trainer.modules import (
 )
 from tests.trainer.pipelines import (
     BF16,
+    HALF,
     Case,
     all_metrics,
     assert_parity,
@@ -37,6 +41,7 @@ from tests.trainer.pipelines import (
     join_as_torchrun,
     make_trainer,
     many_on_stages,
+    on_stages,
     one_process,
 )
 
@@ -316,6 +321,47 @@ def with_sgd(module: LightningModule, lr: float = 0.1) -> LightningModule:
 def test_bf16_mixed(make_module):
     loader = row_loader if make_module is Classifier else token_loader
     assert_parity(Case(make_module, loader, trainer={"precision": "bf16-mixed"}), loss=BF16, weights=BF16)
+
+
+class LoudInput(Classifier):
+    """The first layer's gradient is sixteen times as large as the others', so it overflows alone."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4, nn.ReLU))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(16 * x), y)
+
+
+def half_precision() -> list[MixedPrecision]:
+    """Float16 on a CPU, with a scale that is too large at first and grows again soon."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    return [MixedPrecision("16-mixed", "cpu", scaler)]
+
+
+def scale_and_skips(trainer: Trainer, module: LightningModule) -> tuple[float, int]:
+    return trainer.precision_plugin.scaler.get_scale(), trainer.precision_plugin.scaler._growth_tracker.item()
+
+
+def test_float16_has_one_scale_and_skips_steps_everywhere():
+    """One process accumulates what the micro-batches give, so that the same numbers overflow."""
+    make = lambda: with_sgd(LoudInput(), lr=1e-3)  # noqa: E731
+    batches = list(row_loader((8,) * 9))
+    parts = [Pair(*part) for x, y in batches for part in zip(x.split(2), y.split(2), strict=True)]
+    options = {"max_epochs": 1, "limit_val_batches": 0}
+    plain = {**options, "accumulate_grad_batches": 4, "plugins": half_precision()}
+    reference = one_process(
+        Case(make, lambda: DataLoader(parts, batch_size=None), trainer=plain, at_end=scale_and_skips)
+    )
+    assert reference.extra[0] < 2.0**20
+    for num_stages in (2, 4):
+        trainer = {**options, "plugins": half_precision()}
+        case = Case(make, lambda: row_loader((8,) * 9), {"num_microbatches": 4}, trainer, at_end=scale_and_skips)
+        records = on_stages(case, num_stages)
+        assert [record.extra for record in records] == [reference.extra] * num_stages
+        for name, weight in reference.weights.items():
+            torch.testing.assert_close(records[0].weights[name], weight, **HALF)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])

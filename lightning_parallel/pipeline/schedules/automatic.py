@@ -20,9 +20,7 @@ from lightning_parallel.pipeline.schedules.spec import require, write
 ROUNDING = 1e-9  # of sums of shares, so that a limit that is met is not passed
 
 
-def zb_1p(
-    num_ranks: int, num_microbatches: int, weight_share: float = 1.0, costs: Costs | None = None
-) -> Schedule:
+def zb_1p(num_ranks: int, num_microbatches: int, weight_share: float = 1.0, costs: Costs | None = None) -> Schedule:
     """The best greedy order in the memory of 1F1B: at most D micro-batches held by any rank.
 
     Args:
@@ -42,9 +40,7 @@ def zb_1p(
     return _automatic("zb_1p", num_ranks, num_microbatches, num_ranks, weight_share, costs)
 
 
-def zb_2p(
-    num_ranks: int, num_microbatches: int, weight_share: float = 1.0, costs: Costs | None = None
-) -> Schedule:
+def zb_2p(num_ranks: int, num_microbatches: int, weight_share: float = 1.0, costs: Costs | None = None) -> Schedule:
     """The best greedy order in twice the memory of 1F1B: at most 2D micro-batches held by any rank.
 
     Args:
