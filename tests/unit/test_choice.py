@@ -54,8 +54,8 @@ def test_the_reason_says_what_it_beats_and_what_does_not_fit():
     reason = choose(4, 16, EQUAL, memory_limit=3).reason
     assert reason == (
         "v_half: step 50.5, idle 0.0495, holds 3 of 3; 1f1b takes 57, 1.13 times as long and needs 4; "
-        "interleaved_1f1b:v=4 would take 48.75 but needs 4.75"
-    ) or reason.startswith("v_half: step 50.5, idle 0.0495, holds 3 of 3; 1f1b takes 57, 1.13 times as long and needs 4; ")
+        "chimera:pairs=2 would take 48 but holds 4 copies of the weights, and their size is not given"
+    )
 
 
 def test_what_cannot_be_made_says_why():
@@ -77,8 +77,10 @@ def test_imbalanced_stages_are_cut_for_schedules_with_several_a_rank():
     assert uneven == pytest.approx([2.0, 4.0])
 
 
-def test_a_slow_rank_decides_and_weight_gradients_are_placed_for_it():
-    slow = Costs([1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0])
-    choice = choose(4, 8, slow, memory_limit=8)
-    assert choice.candidates[0].timeline.makespan >= 8 * 6  # the slow rank's work if it had a stage of its own
-    assert choice.candidates[0].timeline.makespan < simulate(make("1f1b", 4, 8), slow).makespan
+def test_a_heavy_piece_of_the_model_is_spread_by_several_stages_a_rank():
+    heavy = Costs([1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0])
+    choice = choose(4, 8, heavy, memory_limit=8)
+    step = choice.candidates[0].timeline.makespan
+    assert 8 * 15 / 4 <= step < 8 * 6  # no less than all work over 4 ranks, less than the heavy piece on one of them
+    assert choice.schedule.num_stages > 4
+    assert step < simulate(make("1f1b", 4, 8), heavy).makespan

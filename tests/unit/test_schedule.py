@@ -56,7 +56,7 @@ def test_an_unknown_kind_is_refused():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_and_text_read_back(name, tmp_path):
-    schedule = make(name, 3, 5)
+    schedule = make(name, 4, 5)
     path = tmp_path / f"{name}.csv"
     schedule.to_csv(path)
     assert Schedule.from_csv(path) == schedule
