@@ -1,7 +1,7 @@
 """Write ``docs/schedules.md`` and draw its pictures: ``python docs/draw_schedules.py``.
 
-Rules and sources come from the generators' docstrings, numbers from the simulator; ``tests/unit/test_docs.py`` says when
-the page or a picture is older than they are. ``--text`` leaves the pictures alone.
+Rules and sources come from the generators' docstrings, numbers from the simulator; ``tests/unit/test_docs.py``
+says when the page or a picture is older than they are. ``--text`` leaves the pictures alone.
 """
 
 import hashlib
@@ -126,11 +126,15 @@ def page() -> str:
     head = "| schedule | stages | idle | span | held on ranks 0 to 3 | weights | ahead | formula of idle |"
     table = "\n".join([head, "|---" * 8 + "|", *map(row, SCHEDULES)])
     merged = merge_useless_splits(make("zb_v", 4, 16))
-    return (DOCS / "schedules_template.md").read_text().format(
-        table=table,
-        schedules="\n\n".join(map(section, SCHEDULES)),
-        whole=len(merged.of("B")),
-        reason=repr(choose(4, 16, Costs(1.0, 1.0, 1.0), memory_limit=3).reason),
+    return (
+        (DOCS / "schedules_template.md")
+        .read_text()
+        .format(
+            table=table,
+            schedules="\n\n".join(map(section, SCHEDULES)),
+            whole=len(merged.of("B")),
+            reason=repr(choose(4, 16, Costs(1.0, 1.0, 1.0), memory_limit=3).reason),
+        )
     )
 
 

@@ -158,7 +158,11 @@ def report(timeline: Timeline, costs: Sequence[float] = UNIT_COSTS) -> str:
     schedule = timeline.schedule
     forward, input_grad, weight_grad, hop = costs
     formula = bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches)
-    beside = "" if formula is None else f"   formula {formula_text(schedule.name)} = {formula:.4f}, with F = I = W and no communication"
+    beside = (
+        ""
+        if formula is None
+        else f"   formula {formula_text(schedule.name)} = {formula:.4f}, with F = I = W and no communication"
+    )
     peaks = ", ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak))
     lines = [
         f"{_title(schedule)}; F={forward:g} I={input_grad:g} W={weight_grad:g} (B=I+W), a hop {hop:g}",

@@ -110,8 +110,7 @@ def choose(
         ['zb_v: step 49.5, idle 0.0303, holds 4 of 4', '1f1b takes 57, 1.15 times as long']
     """
     options = [
-        _candidate(name, num_ranks, num_microbatches, costs, memory_limit, weight_share, weights)
-        for name in candidates
+        _candidate(name, num_ranks, num_microbatches, costs, memory_limit, weight_share, weights) for name in candidates
     ]
     fitting = sorted((option for option in options if not option.excuse), key=_rank_by)
     others = sorted((option for option in options if option.excuse), key=lambda option: option.memory)
@@ -157,9 +156,7 @@ def _candidate(
     return Candidate(schedule.name, simulate(schedule, times), memory, excuse)
 
 
-def _make(
-    name: str, num_ranks: int, num_microbatches: int, costs: Costs, room: float | None, share: float
-) -> Schedule:
+def _make(name: str, num_ranks: int, num_microbatches: int, costs: Costs, room: float | None, share: float) -> Schedule:
     """Generators that look at times and memory are told them."""
     known = schedules.spec.options_of(schedules.find(name)[0])
     options: dict[str, object] = {}
@@ -193,9 +190,7 @@ def costs_of_stages(costs: Costs, num_ranks: int, num_stages: int) -> Costs:
     backward = None if costs.backward is None else cut(costs.backward)
     pair = None if costs.pair is None else costs.pair * num_ranks / num_stages
     forward, input_grad, weight_grad = cut(costs.forward), cut(costs.input_grad), cut(costs.weight_grad)
-    return replace(
-        costs, forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, pair=pair
-    )
+    return replace(costs, forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, pair=pair)
 
 
 def _cut(cost: Sequence[float], num_stages: int) -> Iterator[float]:

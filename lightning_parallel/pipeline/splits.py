@@ -7,6 +7,7 @@ in between, is a B.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +45,7 @@ def merge_useless_splits(schedule: Schedule, costs: Costs | None = None) -> Sche
     hop = (costs or Costs()).hop
     merged: set[Action] = set()
     for row, line in enumerate(schedule.actions):
-        for first, second in zip(line, line[1:], strict=False):
+        for first, second in itertools.pairwise(line):
             if first.kind == "I" and second.key == replace(first.key, kind="W"):
                 done = times[second.key][1]
                 if all(times[user.key][0] >= done + hop(row, other) for user, other in users[first.key]):

@@ -31,7 +31,11 @@ def test_no_schedule_that_fits_is_faster(limit):
 def test_less_memory_takes_a_longer_step():
     steps = [choose(4, 16, EQUAL, memory_limit=limit).candidates[0].timeline.makespan for limit in (2, 3, 4, 8)]
     assert steps == sorted(steps, reverse=True)
-    assert [choose(4, 16, EQUAL, memory_limit=limit).schedule.name for limit in (2, 3, 4)] == ["v_min", "v_half", "zb_v"]
+    assert [choose(4, 16, EQUAL, memory_limit=limit).schedule.name for limit in (2, 3, 4)] == [
+        "v_min",
+        "v_half",
+        "zb_v",
+    ]
 
 
 def test_a_split_that_costs_more_than_it_gains_is_not_chosen():
@@ -60,7 +64,10 @@ def test_the_reason_says_what_it_beats_and_what_does_not_fit():
 
 def test_what_cannot_be_made_says_why():
     told = {option.name: option.excuse for option in choose(3, 6, EQUAL, weights=0.0).candidates}
-    assert told["dualpipe"] == "cannot be made: Schedule 'dualpipe' got 3 ranks. Use an even number of ranks, or dualpipe_v."
+    assert (
+        told["dualpipe"]
+        == "cannot be made: Schedule 'dualpipe' got 3 ranks. Use an even number of ranks, or dualpipe_v."
+    )
 
 
 def test_nothing_that_fits_is_told():

@@ -138,5 +138,3 @@ def test_zero_bubble_few_micro_batches(p):
         for name in ("zb_1p", "zb_2p"):
             timeline = simulate(make(name, p, m, costs=costs), costs)
             assert timeline.makespan == iteration(m=m, p=p, T_F=T_F, T_B=T_I, T_W=T_W), name
-
-

@@ -71,8 +71,8 @@ NAMES = [
 def test_formulas_are_what_is_simulated(name):
     compared = 0
     for d in range(1, 9):
-        for m in range(1, 21):
-            if d % 2 and name in ("chimera", "dualpipe") or bubble_formula(name, d, m) is None:
+        for m in (1, 2, 3, 4, 5, 7, 8, 12, 16, 20):
+            if (d % 2 and name in ("chimera", "dualpipe")) or bubble_formula(name, d, m) is None:
                 continue
             timeline = simulate(make(name, d, m))
             assert timeline.idle == pytest.approx(bubble_formula(name, d, m), abs=1e-12)
@@ -108,7 +108,9 @@ def test_chimera_table_2(d):
 
 
 def test_chimera_by_the_independent_simulator():
-    found = {d: [round(simulate(make("chimera", d, d), c).idle, 4) for c in (Costs(1, 0.5, 0.5), Costs())] for d in (4, 8)}
+    found = {
+        d: [round(simulate(make("chimera", d, d), c).idle, 4) for c in (Costs(1, 0.5, 0.5), Costs())] for d in (4, 8)
+    }
     assert found == {4: [0.2, 0.25], 8: [0.2727, 0.3333]}
 
 
@@ -190,7 +192,9 @@ def test_v_half_and_v_min_by_the_readmes_bubble():
 def test_the_share_of_activations_that_a_weight_gradient_needs():
     """Table 1: of s b (34 h + 5 a s) bytes a layer, 32 s b h are for W: M_W / M_B."""
     rows = table("zb_table1_flops_memory.csv")
-    bytes_of = {row["pass"]: row["activation_memory_bytes"].replace("b*(", "*b*(").replace("s**b", "s*b") for row in rows}
+    bytes_of = {
+        row["pass"]: row["activation_memory_bytes"].replace("b*(", "*b*(").replace("s**b", "s*b") for row in rows
+    }
     numbers = {"s": 1024, "b": 6, "h": 2304, "a": 24}
     whole, kept = (eval(bytes_of[kind], {"__builtins__": {}}, numbers) for kind in "BW")
     assert kept / whole == pytest.approx(32 / (34 + 5 * 24 * 1024 / 2304))

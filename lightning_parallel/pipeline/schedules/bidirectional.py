@@ -41,9 +41,7 @@ def gems(num_ranks: int, num_microbatches: int) -> Schedule:
     stages = {(replica, rank): stage for (replica, stage), rank in placement.items()}
     kinds: tuple[Kind, ...] = ("F", "B")
     rows = (
-        tuple(
-            Action(kind, stages[m % 2, rank], m, replica=m % 2) for m in range(num_microbatches) for kind in kinds
-        )
+        tuple(Action(kind, stages[m % 2, rank], m, replica=m % 2) for m in range(num_microbatches) for kind in kinds)
         for rank in range(num_ranks)
     )
     if num_microbatches == 1:

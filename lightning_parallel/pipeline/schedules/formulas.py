@@ -37,8 +37,6 @@ class Formula:
     condition: str = ""
 
 
-
-
 def _whole(n: Numbers) -> tuple[float, float]:
     return n["D"] - 1, n["M"]
 
@@ -152,7 +150,7 @@ def formula_text(name: str) -> str | None:
         '(D-1)/(vM+D-1)'
     """
     formula = TABLE.get(spec.parse(name)[0])
-    return formula and formula.text
+    return None if formula is None else formula.text
 
 
 def bubble_formula(name: str, num_ranks: int, num_microbatches: int, span: bool = False) -> float | None:

@@ -33,7 +33,9 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     for word in filter(None, (word.strip() for word in rest.split(","))):
         key, found, value = word.partition("=")
         if not found:
-            raise ValueError(f"Schedule {text!r}: {word!r} is no option. Write name:option=value, such as 1f1b or x:v=2.")
+            raise ValueError(
+                f"Schedule {text!r}: {word!r} is no option. Write name:option=value, such as 1f1b or x:v=2."
+            )
         options[key.strip()] = _value(text, value.strip())
     return name.strip().replace("-", "_"), options
 
