@@ -17,8 +17,8 @@ from lightning_parallel.measure.spans import Span
 from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.schedules import SCHEDULES, make
-from lightning_parallel.pipeline.schedules.formulas import FORMULAS, bubble_formula
+from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
+from lightning_parallel.pipeline.schedules.formulas import bubble_formula, formula_text
 from lightning_parallel.pipeline.simulator import Timeline, simulate
 
 MAX_COLUMNS = 160
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
         argv: the words after ``lightning-parallel schedule``.
 
     Example:
-        >>> main("1f1b --stages 2 --microbatches 2 --json".split())
-        {"schedule": "1f1b", "stages": 2, "microbatches": 2, "makespan": 9.0, "idle": 0.33...
+        >>> main("1f1b --ranks 2 --microbatches 2 --json".split())
+        {"schedule": "1f1b", "ranks": 2, "stages": 2, "microbatches": 2, "makespan": 9.0, "idle": 0.33...
         0
     """
     arguments = _parser().parse_args(argv)
@@ -51,9 +51,17 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-parallel schedule", description=__doc__.splitlines()[0])
-    names = ", ".join(SCHEDULES)
-    parser.add_argument("schedule", help=f"one of {names}, or the path of a CSV file with one row a rank")
-    parser.add_argument("--stages", type=int, help="D, how many stages the model is cut into")
+    names = ", ".join(_with_options(name) for name in SCHEDULES)
+    parser.add_argument(
+        "schedule", help=f"one of {names}; options as in interleaved_1f1b:v=3; or a CSV file with one row a rank"
+    )
+    parser.add_argument(
+        "--ranks",
+        "--stages",
+        dest="ranks",
+        type=int,
+        help="D, how many ranks the pipeline has; the schedule says how many stages each of them holds",
+    )
     parser.add_argument("--microbatches", type=int, help="M, how many micro-batches a step has")
     parser.add_argument(
         "--costs",
@@ -66,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", metavar="PATH", help="write the actions as a CSV file, one row a rank")
     parser.add_argument("--json", action="store_true", help="print the numbers as one line of JSON, and nothing else")
     return parser
+
+
+def _with_options(name: str) -> str:
+    options = {key: value for key, value in spec.options_of(SCHEDULES[name]).items() if value is not None}
+    return spec.write(name, options)
 
 
 def _four_numbers(text: str) -> tuple[float, ...]:
@@ -88,21 +101,26 @@ def _costs(numbers: Sequence[float]) -> Costs:
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
-    name, stages, microbatches = arguments.schedule, arguments.stages, arguments.microbatches
-    if name.lower() in SCHEDULES:
-        if stages is None or microbatches is None:
-            raise ValueError(f"The schedule {name} needs --stages and --microbatches.")
-        return make(name, stages, microbatches)
+    name, ranks, microbatches = arguments.schedule, arguments.ranks, arguments.microbatches
     if not (name.lower().endswith(".csv") or Path(name).is_file()):
-        return make(name, 1, 1)  # raises, with the names there are
+        find(name)  # raises, with the names there are
+        if ranks is None or microbatches is None:
+            raise ValueError(f"The schedule {name} needs --ranks and --microbatches.")
+        return _make(name, ranks, microbatches, _costs(arguments.costs))
     schedule = Schedule.from_csv(name)
     for option, given, found in (
-        ("--stages", stages, schedule.num_stages),
+        ("--ranks", ranks, schedule.num_ranks),
         ("--microbatches", microbatches, schedule.num_microbatches),
     ):
         if given not in (None, found):
             raise ValueError(f"{name} has {found} {option[2:]}, not {option} {given}. Leave {option} out.")
     return schedule
+
+
+def _make(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+    """A schedule that is made for times is made for those given."""
+    takes_costs = "costs" in spec.options_of(find(name)[0])
+    return make(name, ranks, microbatches, **({"costs": costs} if takes_costs else {}))
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
@@ -125,6 +143,7 @@ def facts(timeline: Timeline) -> dict[str, object]:
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "makespan": timeline.makespan,
@@ -139,7 +158,11 @@ def report(timeline: Timeline, costs: Sequence[float] = UNIT_COSTS) -> str:
     schedule = timeline.schedule
     forward, input_grad, weight_grad, hop = costs
     formula = bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches)
-    beside = "" if formula is None else f"   formula {FORMULAS[schedule.name]} = {formula:.4f}, without communication"
+    beside = (
+        ""
+        if formula is None
+        else f"   formula {formula_text(schedule.name)} = {formula:.4f}, with F = I = W and no communication"
+    )
     peaks = ", ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak))
     lines = [
         f"{_title(schedule)}; F={forward:g} I={input_grad:g} W={weight_grad:g} (B=I+W), a hop {hop:g}",
@@ -182,7 +205,8 @@ def grid(timeline: Timeline) -> list[str]:
 def _label(timeline: Timeline, span: Span) -> str:
     one_stage = len(timeline.schedule.placement) == timeline.schedule.num_ranks
     stage = "" if one_stage else str(span.stage)
-    return f"{stage}{span.kind}{span.microbatch}" + (f"r{span.replica}" if span.replica else "")
+    piece = "" if span.slice is None else f"s{span.slice}"
+    return f"{stage}{span.kind}{span.microbatch}" + (f"r{span.replica}" if span.replica else "") + piece
 
 
 def _column(time: float, unit: float) -> int:

@@ -13,8 +13,8 @@ from statistics import median
 from lightning_parallel.measure import bubble
 from lightning_parallel.measure.spans import StepTrace
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.schedules import SCHEDULES
-from lightning_parallel.pipeline.schedules.formulas import FORMULAS, bubble_formula
+from lightning_parallel.pipeline.schedules import make
+from lightning_parallel.pipeline.schedules.formulas import bubble_formula, formula_text
 from lightning_parallel.pipeline.simulator import Timeline, simulate
 
 
@@ -28,11 +28,12 @@ class BubbleReading:
         span: measured, see ``bubble.span_ratio``.
         idle_expected: of the simulator with this step's mean action times.
         span_expected: of the simulator with this step's mean action times.
-        formula: the closed form for equal actions and no communication, the same for both; None where there is none.
+        formula: of idle, the closed form for equal actions and no communication; None where there is none.
         busy: seconds each row computed.
         waiting: seconds each row waited for a value to be made.
         transfer: seconds each row waited for a value that was made to arrive.
         shares: of each stage in the time that all stages computed.
+        formula_span: of span, as ``formula``.
     """
 
     step: int
@@ -45,6 +46,7 @@ class BubbleReading:
     waiting: tuple[float, ...]
     transfer: tuple[float, ...]
     shares: tuple[float, ...] = ()
+    formula_span: float | None = None
 
     @classmethod
     def of(cls, trace: StepTrace) -> BubbleReading:
@@ -60,6 +62,7 @@ class BubbleReading:
             formula_of(trace.schedule),
             *seconds,
             bubble.stage_shares(rows),
+            formula_of(trace.schedule, span=True),
         )
 
     def metrics(self, row_ranks: Sequence[int], planned_shares: Sequence[float] = ()) -> dict[str, float]:
@@ -71,7 +74,9 @@ class BubbleReading:
             "parallel/bubble_span_expected": self.span_expected,
         }
         if self.formula is not None:
-            values |= {"parallel/bubble_idle_formula": self.formula, "parallel/bubble_span_formula": self.formula}
+            values["parallel/bubble_idle_formula"] = self.formula
+        if self.formula_span is not None:
+            values["parallel/bubble_span_formula"] = self.formula_span
         for row, rank in enumerate(row_ranks):
             values[f"parallel/busy_seconds/rank_{rank}"] = self.busy[row]
             values[f"parallel/waiting_seconds/rank_{rank}"] = self.waiting[row]
@@ -86,12 +91,15 @@ def expected_timeline(trace: StepTrace) -> Timeline:
 
 
 @lru_cache(maxsize=8)
-def formula_of(schedule: Schedule) -> float | None:
+def formula_of(schedule: Schedule, span: bool = False) -> float | None:
     """The closed form of the schedule's bubble; None for a schedule of another order, whatever it is called."""
-    generator = SCHEDULES.get(schedule.name)
-    if generator is None or generator(schedule.num_stages, schedule.num_microbatches).actions != schedule.actions:
+    try:
+        named = make(schedule.name, schedule.num_ranks, schedule.num_microbatches)
+    except ValueError:
         return None
-    return bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches)
+    if named.actions != schedule.actions:
+        return None
+    return bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches, span)
 
 
 @lru_cache(maxsize=8)
@@ -126,8 +134,8 @@ class BubbleHistory:
         idle, expected = median(r.idle for r in readings), median(r.idle_expected for r in readings)
         promise = f"the schedule with the measured action times {expected:.4f}"
         if (formula := readings[-1].formula) is not None:
-            promise = f"formula {FORMULAS[schedule.name]} = {formula:.4f}, {promise}"
+            promise = f"formula {formula_text(schedule.name)} = {formula:.4f}, {promise}"
         return (
-            f"bubble measured {idle:.4f} beside {promise} ({schedule.name}, {schedule.num_ranks} stages, "
+            f"bubble measured {idle:.4f} beside {promise} ({schedule.name}, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} micro-batches; idle share, median of {len(readings)} steps)"
         )

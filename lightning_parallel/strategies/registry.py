@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
-_TWO_WAYS = {"dualpipe", "chimera", "gems"}  # drawn and simulated, not run
+_NOT_RUN = {"dualpipe", "chimera", "gems", "terapipe"}  # drawn and simulated only
 STRINGS: dict[str, dict[str, Any]] = {
-    f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _TWO_WAYS
+    f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _NOT_RUN
 }
 
 

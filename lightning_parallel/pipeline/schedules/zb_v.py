@@ -36,7 +36,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Phases in the paper's letters, upper case for the stage on the way out, lower case for the one on the way back."""
+    """Phases in the paper's letters, upper case for the stage on the way out, lower for the one back."""
     behind, total = num_ranks - rank, max(2 * num_ranks - 1, num_microbatches)
     ahead = 2 * num_ranks - 1 - rank  # forwards of the first stage before its first backward
     phases = (

@@ -1,0 +1,36 @@
+"""The page of schedules and its pictures are those that the script makes now."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_parallel.pipeline.schedules import SCHEDULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("draw_schedules", DOCS / "draw_schedules.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_current(script):
+    assert (DOCS / "schedules.md").read_text() == script.page(), "run python docs/draw_schedules.py"
+
+
+def test_the_pictures_are_current(script):
+    drawn = json.loads(script.DRAWN.read_text())
+    assert drawn == {name: script.digest(name) for name in SCHEDULES}, "run python docs/draw_schedules.py"
+    assert all((script.IMAGES / f"{name}.png").stat().st_size < 40_000 for name in SCHEDULES)
+
+
+def test_every_schedule_says_where_it_comes_from(script):
+    for name in SCHEDULES:
+        description, source = script._docstring(name)
+        assert len(description) > 100, name
+        assert source, name
