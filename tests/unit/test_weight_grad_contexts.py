@@ -115,6 +115,18 @@ def test_autocast(case, cached):
     assert_halves_equal_whole(model, x, number)
 
 
+def test_autocast_with_gradients_that_are_there():
+    torch.manual_seed(0)
+    inner = CASES["layers"][0]()
+    model = Calls(lambda m, x: torch.autocast("cpu", torch.bfloat16)(m.inner)(x).float(), inner=inner)
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        theirs = whole(reference, ROWS)
+        x, weights = halves(model, ROWS)
+        weights.run(fused=True)  # products are bfloat16, gradients are not: nothing to fuse
+    assert_equal(gradients(model, x), theirs)
+
+
 def test_autocast_around_a_checkpoint():
     torch.manual_seed(0)
     inner = checkpointed(use_reentrant=False)
