@@ -12,7 +12,6 @@ from lightning_parallel.pipeline.weight_grad.saved import CannotRead, read_by_pa
 from tests.unit.test_weight_grad import assert_equal, gradients, halves, whole
 from tests.unit.weight_grad_cases import CASES, IMAGES, ROWS, TOKENS, Calls, tied
 
-
 TOLD = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # PyTorch 2.9 does not: what passed hooks is not deferred
 
 
@@ -241,6 +240,7 @@ def assert_equal_after(model, reference):
     assert_equal(gradients(model, x), theirs)
 
 
+@pytest.mark.skipif(not TOLD, reason="what is read by way of hooks is not checked")
 def test_what_was_written_to_since_the_forward_is_refused():
     model = nn.Linear(4, 3)
     x = torch.ones(2, 4)

@@ -55,6 +55,8 @@ def _raw(node: Any, name: str) -> Any:
 def read_by_packing(raw: Any) -> Tensor:
     """A saved tensor that passed no hooks, where PyTorch does not tell: it then takes a pair, which sees the tensor.
 
+    As with all hooks, autograd no longer raises if somebody wrote to the tensor since the forward.
+
     Raises:
         CannotRead: it passed some.
     """
