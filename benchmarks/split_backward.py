@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs
+from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs, plan
 
 try:  # private in torch, and the peer here
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -73,6 +73,10 @@ class Programs:
         edge = torch.autograd.graph.get_gradient_edge(y)
         del y
         self.weights = backward_inputs([edge], [self.gradient])
+
+    def planned(self) -> None:
+        _, y = self.forward()
+        plan([y])
 
     def halves(self) -> None:
         self.inputs()
@@ -139,7 +143,13 @@ def largest_error(programs: Programs) -> float:
 
 def measure(programs: Programs, pairs: int, bar: float | None) -> None:
     """Print all of one size."""
-    fresh = {"F": programs.forward, "F+B": programs.whole, "F+I": programs.inputs, "F+I+W ours": programs.halves}
+    fresh = {
+        "F": programs.forward,
+        "F+B": programs.whole,
+        "F+plan": programs.planned,
+        "F+I": programs.inputs,
+        "F+I+W ours": programs.halves,
+    }
     if stage_backward_input is not None:
         fresh["F+I+W torch's walk"] = programs.walk
     taken = interleaved(fresh, pairs, programs.clear)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_parallel.pipeline.weight_grad import backward_inputs, run_together
+from lightning_parallel.pipeline.weight_grad import backward_inputs, plan, run_together
 from tests.unit.weight_grad_cases import ANY, CASES, ROWS, Calls
 
 
@@ -141,3 +141,31 @@ def test_a_root_may_be_a_leaf():
 def test_a_root_without_gradients_is_refused_as_autograd_does():
     with pytest.raises(RuntimeError, match="require"):
         backward_inputs([torch.ones(())], [None])
+
+
+@pytest.mark.parametrize("case", ["layers", "embedding and layers", "tied embedding and head"])
+def test_a_plan_may_be_made_before_the_gradients_come(case):
+    make, x, number = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    theirs = whole(copy.deepcopy(model), x)
+    x, y, gradient = forward(model, x, trained=True)
+    prepared = plan([y])
+    weights = backward_inputs([y], [gradient], prepared)
+    assert len(weights) == number
+    weights.run()
+    assert_equal(gradients(model, x), theirs)
+
+
+def test_weights_and_gradients_of_another_layout():
+    """What cannot be set or added to by hand goes through the engine, which keeps its own rules."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(torch.randn(4, 3).t())
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        theirs = whole(reference, ROWS)
+        x, weights = halves(model, ROWS)
+        weights.run()
+        assert_equal(gradients(model, x), theirs)
+        assert model.weight.grad.stride() == reference.weight.grad.stride()

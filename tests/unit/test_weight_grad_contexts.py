@@ -8,8 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.weight_grad import backward_inputs, run_together
+from lightning_parallel.pipeline.weight_grad.saved import CannotRead, read_by_packing
 from tests.unit.test_weight_grad import assert_equal, gradients, halves, whole
 from tests.unit.weight_grad_cases import CASES, IMAGES, ROWS, TOKENS, Calls, tied
+
+TOLD = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # PyTorch 2.9 does not: what passed hooks is not deferred
 
 
 class Counted(nn.Module):
@@ -48,7 +51,7 @@ def assert_halves_equal_whole(model, x, number, run=lambda weights: weights.run(
 def test_a_checkpointed_block_is_computed_again_once_and_its_weights_wait(early_stop):
     torch.manual_seed(0)
     model = checkpointed(use_reentrant=False, early_stop=early_stop)
-    assert_halves_equal_whole(model, ROWS, 6)
+    assert_halves_equal_whole(model, ROWS, 6 if TOLD else 2)
     assert (model.block_1.calls, model.block_2.calls) == (2, 2)
 
 
@@ -63,7 +66,7 @@ def test_a_checkpoint_in_a_checkpoint():
     torch.manual_seed(0)
     inner = checkpointed(use_reentrant=False)
     model = Calls(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
-    assert_halves_equal_whole(model, ROWS, 6)
+    assert_halves_equal_whole(model, ROWS, 6 if TOLD else 0)
 
 
 @pytest.mark.parametrize("case", ["convolutions", "tied embedding and head", "used twice", "Conv1D of transformers"])
@@ -71,7 +74,7 @@ def test_a_checkpoint_around_a_model(case):
     make, x, number = CASES[case]
     torch.manual_seed(0)
     model = Calls(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=make())
-    assert_halves_equal_whole(model, x, number)
+    assert_halves_equal_whole(model, x, number if TOLD else 0)
 
 
 def test_weights_of_a_checkpointed_block_may_be_used_elsewhere():
@@ -99,7 +102,7 @@ def test_tensors_saved_elsewhere_are_brought_back():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.from_numpy):
         theirs = whole(reference, ROWS)
         x, weights = halves(model, ROWS)
-        assert len(weights) == 2
+        assert len(weights) == (2 if TOLD else 0)
         weights.run()
     assert_equal(gradients(model, x), theirs)
 
@@ -115,11 +118,23 @@ def test_autocast(case, cached):
     assert_halves_equal_whole(model, x, number)
 
 
+def test_autocast_with_gradients_that_are_there():
+    torch.manual_seed(0)
+    inner = CASES["layers"][0]()
+    model = Calls(lambda m, x: torch.autocast("cpu", torch.bfloat16)(m.inner)(x).float(), inner=inner)
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        theirs = whole(reference, ROWS)
+        x, weights = halves(model, ROWS)
+        weights.run(fused=True)  # products are bfloat16, gradients are not: nothing to fuse
+    assert_equal(gradients(model, x), theirs)
+
+
 def test_autocast_around_a_checkpoint():
     torch.manual_seed(0)
     inner = checkpointed(use_reentrant=False)
     model = Calls(lambda m, x: torch.autocast("cpu", torch.bfloat16)(m.inner)(x).float(), inner=inner)
-    assert_halves_equal_whole(model, ROWS, 6)
+    assert_halves_equal_whole(model, ROWS, 6 if TOLD else 2)
 
 
 def test_a_cast_weight_that_is_used_otherwise_too():
@@ -225,6 +240,7 @@ def assert_equal_after(model, reference):
     assert_equal(gradients(model, x), theirs)
 
 
+@pytest.mark.skipif(not TOLD, reason="what is read by way of hooks is not checked")
 def test_what_was_written_to_since_the_forward_is_refused():
     model = nn.Linear(4, 3)
     x = torch.ones(2, 4)
@@ -238,3 +254,22 @@ def test_images_in_channels_last():
     torch.manual_seed(0)
     model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     assert_halves_equal_whole(model, IMAGES.to(memory_format=torch.channels_last), 1)
+
+
+def test_a_graph_that_is_gone_is_refused_as_autograd_does():
+    y = nn.Linear(4, 3)(ROWS)
+    backward_inputs([y], [torch.ones_like(y)])
+    with pytest.raises(RuntimeError, match="second time"):
+        backward_inputs([y], [torch.ones_like(y)])
+
+
+def test_a_saved_tensor_can_be_read_where_torch_does_not_tell_of_hooks():
+    """In PyTorch 2.9 nothing says whether a saved tensor passed hooks."""
+    layer, x = nn.Linear(4, 3, bias=False), ROWS[0].clone().requires_grad_()
+    y = layer(x.sin())
+    assert torch.equal(read_by_packing(y.grad_fn._raw_saved_self), x.sin())
+    y.sum().backward()
+    assert torch.equal(layer.weight.grad[0], x.detach().sin().sum(0)) and x.grad is not None
+    y = checkpoint(layer, x.sin(), use_reentrant=False)
+    with pytest.raises(CannotRead):
+        read_by_packing(y.grad_fn._raw_saved_self)

@@ -13,7 +13,8 @@ be whole or split whichever way its forward ran, and a whole one costs nothing.
 Left out: a second derivative of what was split; products of nodes that `products` does not know, which come with I.
 """
 
+from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
 from lightning_parallel.pipeline.weight_grad.split import backward_inputs
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients, run_together
 
-__all__ = ["WeightGradients", "backward_inputs", "run_together"]
+__all__ = ["Plan", "WeightGradients", "backward_inputs", "plan", "run_together"]

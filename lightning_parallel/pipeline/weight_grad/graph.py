@@ -67,15 +67,16 @@ def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
                 leaves.append(node.variable)  # type: ignore[attr-defined]
                 continue
             edges = node.next_functions
-            waits = -1
-            if kind is _WHOLE:
-                whole = True
-            elif kind is not _PLAIN and (found := product_of(kind, node, edges)) is not None:  # type: ignore[arg-type]
-                waits, product = found
-                products.append(product)
+            if kind is not _PLAIN:
+                if kind is _WHOLE:
+                    whole = True
+                elif (found := product_of(kind, node, edges)) is not None:  # type: ignore[arg-type]
+                    slot, product = found
+                    products.append(product)
+                    edges = edges[:slot] + edges[slot + 1 :]
             number = len(following)
-            for slot, (behind, _) in enumerate(edges):
-                if behind is not None and slot != waits:
+            for behind, _ in edges:
+                if behind is not None:
                     following.append(behind)
             if len(following) == number:
                 ends.append(node)

@@ -29,10 +29,12 @@ def reader(name: str) -> Callable[[Any], Factor]:
     raw_name, saved_name = f"_raw_saved_{name}", f"_saved_{name}"
 
     def read(node: Any) -> Factor:
+        raw = _raw(node, raw_name)
         try:
-            raw = getattr(node, raw_name)
             unpack = raw.unpack_hook
-        except AttributeError as error:  # a PyTorch that does not show it
+        except AttributeError:  # an older PyTorch, 2.9 among them
+            return read_by_packing(raw)
+        except RuntimeError as error:  # a function that is not Python's
             raise CannotRead from error
         if unpack is None:
             return getattr(node, saved_name).detach()  # as it is saved it knows all the graph before it
@@ -41,6 +43,34 @@ def reader(name: str) -> Callable[[Any], Factor]:
         return lambda: getattr(node, saved_name).detach()
 
     return read
+
+
+def _raw(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except (AttributeError, RuntimeError) as error:  # there is none, or none any more
+        raise CannotRead from error
+
+
+def read_by_packing(raw: Any) -> Tensor:
+    """A saved tensor that passed no hooks, where PyTorch does not tell: it then takes a pair, which sees the tensor.
+
+    As with all hooks, autograd no longer raises if somebody wrote to the tensor since the forward.
+
+    Raises:
+        CannotRead: it passed some.
+    """
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.detach())
+        return tensor
+
+    try:
+        raw.register_hooks(pack, lambda tensor: tensor)
+    except RuntimeError as error:
+        raise CannotRead from error
+    return seen[0]
 
 
 def _expect_two_readings(holder: Any) -> None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_parallel.pipeline.weight_grad.graph import plan
+from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients
 
 
-def backward_inputs(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> WeightGradients:
+def backward_inputs(
+    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], prepared: Plan | None = None
+) -> WeightGradients:
     """I: a backward without the products of weights, which wait in what is returned.
 
     It accumulates every other gradient, calls every hook and frees the graph as `torch.autograd.backward(roots,
@@ -26,6 +28,8 @@ def backward_inputs(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[
     Args:
         roots: where the backward begins.
         gradients: of the roots, None for a number.
+        prepared: `plan(roots)`, made at any time since the forward: most of the host's time that I takes beyond a whole
+            backward is spent on it, and it does not wait for gradients.
 
     Raises:
         RuntimeError: what autograd raises.
@@ -42,7 +46,7 @@ def backward_inputs(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2: B and W of a backward.
     """
-    found = plan(roots)
+    found = plan(roots) if prepared is None else prepared
     if found.whole or not found.products:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return WeightGradients()

@@ -63,8 +63,8 @@ def way_to_parameter(edge: Edge) -> Way | None:
     parameter = node.variable
     if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
         return None
-    transposes = first in (_TRANSPOSE, "TransposeBackward0")
-    bare = not held and (steps == 0 or (steps == 1 and first == _TRANSPOSE))
+    transposes = steps > 0 and (first == _TRANSPOSE or first == "TransposeBackward0")
+    bare = not held and (not steps or (steps == 1 and first == _TRANSPOSE))
     return Way(parameter, edge if steps else parameter, transposes, casts, bare)
 
 
