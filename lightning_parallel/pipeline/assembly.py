@@ -29,6 +29,7 @@ from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_sh
 from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
+from lightning_parallel.pipeline.replicas import GradientSums, compare, equalize_buffers
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_seconds
@@ -104,7 +105,9 @@ class Pipeline:
         self.row = self.ranks.index(self.rank)
         self.placement = dict(placement or {(0, row): row for row in range(len(self.ranks))})
         self.num_stages = 1 + max(stage for _, stage in self.placement)
-        self.loss_rank = self.ranks[self.placement[0, self.num_stages - 1]]
+        self.num_replicas = 1 + max(replica for replica, _ in self.placement)
+        self.loss_rows = tuple(dict.fromkeys(self.placement[r, self.num_stages - 1] for r in range(self.num_replicas)))
+        self.loss_rank = self.ranks[self.loss_rows[0]]
         self.data = DataAxis([ranks[self.row] for ranks in self._copies], data_group, waiting)
         seconds = self._measure(blocks, context) if partition == "time" else None
         layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
@@ -120,6 +123,7 @@ class Pipeline:
         self.to_device(device)
         self._groups = self._open_groups()
         self._equalize_shared()
+        self.sums = GradientSums(self.table, self._groups, device, waiting) if self.num_replicas > 1 else None
         self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
         self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
         graphs = SharedGraphs(device) if cuda_graphs else None
@@ -133,6 +137,10 @@ class Pipeline:
             for row, rank in enumerate(self.ranks)
             if rank != self.loss_rank
         }
+        self.reports = {
+            row: Channel(self.ranks[row], self.loss_rank, 3 * len(self.placement) + row, device, waiting=waiting)
+            for row in self.loss_rows[1:]
+        }
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
@@ -144,8 +152,18 @@ class Pipeline:
 
     @property
     def at_loss(self) -> bool:
-        """Whether this rank holds the last stage, where steps end."""
+        """Whether this rank holds the last stage (of the first replica), where all that steps give is known."""
         return self.rank == self.loss_rank
+
+    @property
+    def ends_steps(self) -> bool:
+        """Whether steps run to their end on this rank: it holds the last stage of some replica."""
+        return self.row in self.loss_rows
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether steps end on several ranks, each for its own micro-batches."""
+        return len(self.loss_rows) > 1
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""
@@ -199,6 +217,14 @@ class Pipeline:
             if repr(mine.get(name, value)) != repr(value):
                 raise ValueError(_DIFFERENT[what].format(name=name, ranks=self.rank, first=min(self.ranks)))
 
+    def compare_replicas(self, when: str) -> None:
+        """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.
+
+        Raises:
+            ValueError: they are not.
+        """
+        compare(self.table, self.ranks, self.all_gather, when)
+
     # -- collectives over the stages -----------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -230,7 +256,23 @@ class Pipeline:
     def all_reduce_over(self, tensor: Tensor, rows: Sequence[int]) -> None:
         """Sum over the ranks that share a parameter, in place."""
         with self.waiting("the stages that share a parameter"):
-            dist.all_reduce(tensor, group=self._groups[tuple(rows)])
+            dist.all_reduce(tensor, group=self._groups[tuple(sorted(rows))])
+
+    def add_up_over_holders(self, values: Mapping[str, Tensor]) -> None:
+        """Sum what every rank that holds a module has for it, in place, by the module's name.
+
+        Raises:
+            ValueError: a module lies outside the units of the cut.
+        """
+        by_rows: dict[tuple[int, ...], list[Tensor]] = {}
+        for name, value in values.items():
+            by_rows.setdefault(tuple(sorted(self.table.rows_of_module(name))), []).append(value)
+        for rows, tensors in by_rows.items():
+            if len(rows) > 1:
+                flat = torch.cat(tensors)
+                self.all_reduce_over(flat, rows)
+                for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                    tensor.copy_(total)
 
     def sum_shared(self, gradients: dict[str, Tensor | None]) -> None:
         """Sum the gradients of parameters that several stages hold; None stays None where no stage made one.
@@ -238,6 +280,9 @@ class Pipeline:
         Who made one is agreed on the host, and only where there are bare parameters (a unit uses its own) or the device
         is the host anyway: it makes the stages' hosts wait for each other.
         """
+        if self.sums is not None:
+            self.sums.collect(gradients)
+            return
         shared = self.table.shared()
         if not shared:
             return
@@ -306,7 +351,8 @@ class Pipeline:
     def _open_groups(self) -> dict[tuple[int, ...], Any]:
         """A group for each set of ranks that shares a parameter; all ranks open all copies' in one order."""
         groups = {}
-        for rows in sorted({entry.rows for entry in self.table.shared()}):
+        held = [entry.rows for entry in self.table.shared()] + [tuple(dict.fromkeys(rows)) for rows in self._holders()]
+        for rows in sorted({tuple(sorted(rows)) for rows in held if len(rows) > 1}):
             opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self._copies]
             groups[rows] = opened[self.copy]
         return groups
@@ -315,7 +361,9 @@ class Pipeline:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""
         for entry, parameter in self.own:
             if len(entry.rows) > 1:
-                dist.broadcast(parameter.data, self.ranks[entry.rows[0]], group=self._groups[entry.rows])
+                dist.broadcast(parameter.data, self.ranks[entry.rows[0]], group=self._groups[tuple(sorted(entry.rows))])
+        if self.num_replicas > 1:
+            equalize_buffers(self.table, self.ranks, self._groups)
 
     def _take_seats(self, dynamic_shapes: bool, skip_connections: bool) -> dict[tuple[int, int], Seat]:
         """The stages of this rank; all ranks open the channels of all boundaries in one order."""
@@ -335,7 +383,10 @@ class Pipeline:
                 if (copy, there) == (self.copy, self.rank):
                     arrivals[replica, stage + 1] = Arrival(stage + 1, forward, backward, dynamic_shapes, alone)
         mine = [seat for seat, row in sorted(self.placement.items()) if row == self.row]
-        return {seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat)) for seat in mine}
+        name = (lambda replica: replica) if self.num_replicas > 1 else (lambda replica: None)
+        return {
+            seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0])) for seat in mine
+        }
 
     def _open_channel(self, source: int, target: int, tag: int) -> AnyChannel:
         if source == target:

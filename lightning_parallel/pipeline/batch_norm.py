@@ -7,7 +7,7 @@ Source: Kim et al., torchgpipe, arXiv 2004.09910, section 3.3 (deferred batch no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,16 @@ class _Sums:
 
     def __init__(self) -> None:
         self.count, self.total, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def packed(self, like: Tensor) -> Tensor:
+        """All three as one vector; `like`: a running statistic, for one that saw nothing."""
+        sums = [total.to(like.device, torch.float64).expand(like.shape) for total in (self.total, self.squares)]
+        return torch.cat([torch.full((1,), self.count, dtype=torch.float64, device=like.device), *sums])
+
+    def unpack(self, packed: Tensor) -> None:
+        """The inverse of `packed`."""
+        self.count = int(packed[0])
+        self.total, self.squares = packed[1:].chunk(2)
 
     def add(self, x: Tensor) -> None:
         x = x.detach().double()
@@ -48,10 +58,15 @@ class DeferredBatchNorm:
     Args:
         model: the model.
         cut: what knows whether a micro-batch is running once more.
+        add_up: sums vectors in place, by the name of the module, over the ranks that hold the module; None where each
+            sees all micro-batches.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
-        self._cut = cut
+    def __init__(
+        self, model: nn.Module, cut: Cut, add_up: Callable[[Mapping[str, Tensor]], None] | None = None
+    ) -> None:
+        self._cut, self._add_up = cut, add_up
+        self._names = {module: name for name, module in model.named_modules()}
         self._modules = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
         ]
@@ -64,7 +79,7 @@ class DeferredBatchNorm:
             if m.training and m.track_running_stats and m.running_mean is not None
             and not isinstance(m.running_mean, Phantom)
         ]  # fmt: skip
-        once = num_microbatches == 1 and not self._cut.recomputes
+        once = num_microbatches == 1 and not self._cut.recomputes and self._add_up is None
         if once or not tracking:
             yield
             return
@@ -79,10 +94,19 @@ class DeferredBatchNorm:
                 hook.remove()
             for module in tracking:
                 module.track_running_stats = True
+        if self._add_up is not None:
+            self._share(sums, self._add_up)
         with torch.no_grad():
             for module in tracking:
                 if sums[module].count:
                     sums[module].update(module)
+
+    def _share(self, sums: Mapping[Any, _Sums], add_up: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Replicas of a stage see a part of the micro-batches each: their sums are those of the batch."""
+        packed = {self._names[module]: of.packed(module.running_mean) for module, of in sums.items()}
+        add_up(packed)
+        for module, of in sums.items():
+            of.unpack(packed[self._names[module]])
 
     def _gather(self, sums: _Sums) -> Any:
         """A pre-hook that adds what a module sees, but not what it sees again (in or before a backward)."""

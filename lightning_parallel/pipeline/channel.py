@@ -130,7 +130,7 @@ class Channel:
         self._forget_sent()
         orders = [None] * len(tensors) if metas is None else map(_storage_order, metas)
         for tensor, order in zip(tensors, orders, strict=True):
-            payload = _to_bytes(tensor, order)
+            payload = to_bytes(tensor, order)
             if payload.numel():
                 self._sending.append((self._isend(payload), payload))
 
@@ -138,7 +138,7 @@ class Channel:
         """Start receiving tensors of the given metas; `what` says in an error which value is waited for."""
         tensors = [_empty(meta, self.device) for meta in metas]
         works = [
-            self._irecv(_to_bytes(tensor, _storage_order(meta)))
+            self._irecv(to_bytes(tensor, _storage_order(meta)))
             for tensor, meta in zip(tensors, metas, strict=True)
             if tensor.numel()
         ]
@@ -241,7 +241,7 @@ def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
     return in_memory.permute([order.index(d) for d in range(len(order))])
 
 
-def _to_bytes(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+def to_bytes(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
     """The bytes of a tensor with its dimensions in an order; of one that lies so in memory, a view."""
     tensor = tensor.detach()
     if order is not None:

@@ -7,16 +7,15 @@ done: while the earlier stages still work, the later ones already talk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
-
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
 
 
 class DataAxis:
@@ -58,10 +57,10 @@ class DataAxis:
             gradients = [p.grad for p in parameters if p.grad is not None]
             if any(gradient.is_sparse for gradient in gradients):
                 raise ValueError("A gradient is sparse, which the data axis does not average. Use sparse=False.")
-            sent = [(bucket, *self._start(bucket)) for bucket in _buckets(gradients)]
+            sent = [(bucket, *self._start(bucket)) for bucket in buckets(gradients)]
             for bucket, flat, work in sent:
                 work.wait()
-                for gradient, mean in zip(bucket, _views(flat, bucket), strict=True):
+                for gradient, mean in zip(bucket, views(flat, bucket), strict=True):
                     gradient.copy_(mean).div_(self.size)
 
     def pause(self, parameters: Sequence[Tensor]) -> None:
@@ -90,23 +89,3 @@ class DataAxis:
     def _start(self, bucket: Sequence[Tensor]) -> tuple[Tensor, Any]:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         return flat, dist.all_reduce(flat, group=self.group, async_op=True)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to a bucket's size."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size >= _BUCKET_BYTES or bucket[0].dtype != tensor.dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    if bucket:
-        yield bucket
-
-
-def _views(flat: Tensor, bucket: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The parts of a flat tensor that stand for a bucket's tensors."""
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in bucket]), bucket, strict=True):
-        yield part.view(tensor.shape)

@@ -44,13 +44,8 @@ class Engine:
         """Raise for what this engine does not run.
 
         Raises:
-            ValueError: replicas, token slices, weight versions or updates.
+            ValueError: token slices, weight versions or updates.
         """
-        if schedule.num_replicas > 1:
-            raise ValueError(
-                f"Schedule {schedule.name!r} runs {schedule.num_replicas} replicas of the pipeline in two directions,"
-                " which the engine does not run yet. Use a schedule of one direction: 1f1b, interleaved_1f1b, zb_v."
-            )
         other = [a for row in schedule.actions for a in row if a.kind == "U" or (a.slice, a.version) != (None, None)]
         if other:
             raise ValueError(
@@ -73,10 +68,14 @@ class Engine:
         marks.actions = list(row)
         last_result = max((i for i, action in enumerate(row) if self._gives_result(action)), default=None)
         self.clock.begin()
+        if work.after_action is not None:
+            work.after_action(-1)
         for i, action in enumerate(row):
             try:
                 self._post_ahead(row[i : i + 1 + self.receive_ahead], work)
                 self._run_action(action, work, marks.moments)
+                if work.after_action is not None:
+                    work.after_action(i)
                 if i == last_result and work.after_forwards is not None:
                     work.after_forwards(self._results)
             except Exception as error:
@@ -89,9 +88,9 @@ class Engine:
         return self._results
 
     @property
-    def loss_seat(self) -> Seat | None:
-        """The seat of the last stage, where it is on this rank."""
-        return next((seat for seat in self.seats.values() if seat.departure is None), None)
+    def loss_seats(self) -> list[Seat]:
+        """The seats of the last stage on this rank: one a replica."""
+        return [seat for seat in self.seats.values() if seat.departure is None]
 
     def _seat(self, action: Action) -> Seat:
         return self.seats[action.replica, action.stage]

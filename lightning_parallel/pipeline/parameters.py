@@ -73,6 +73,21 @@ class ParameterTable:
     def _rows_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(row for stage in sorted(stages) for row in self.holders[stage]))
 
+    def rows_of_module(self, name: str) -> tuple[int, ...]:
+        """The rows that hold a module of some unit, by its name.
+
+        Raises:
+            ValueError: it belongs to no unit.
+        """
+        unit = next((unit for unit in self.layout.units if f"{name}.".startswith(f"{unit.name}.")), None)
+        if unit is None:
+            raise ValueError(
+                f"Module `{name}` lies outside the blocks and has no parameters, so that no stage holds it: schedules"
+                " of two directions cannot add up its statistics. Give it parameters (affine=True), or use a schedule"
+                " of one direction."
+            )
+        return self._rows_of([unit.stage])
+
     def holds_stage(self, stage: int) -> bool:
         """Whether this rank runs that stage."""
         return self.row in self.holders[stage]

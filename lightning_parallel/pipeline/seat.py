@@ -53,13 +53,22 @@ class Seat:
         stage: which stage.
         arrival: the boundary to the stage before, None on the first.
         departure: the boundary to the stage after, None on the last.
+        replica: which copy of the stage, for messages, where there are several.
 
     Attributes:
         keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
 
-    def __init__(self, cut: Cut, stage: int, arrival: Arrival | None, departure: Departure | None) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        stage: int,
+        arrival: Arrival | None,
+        departure: Departure | None,
+        replica: int | None = None,
+    ) -> None:
         self.cut, self.stage, self.arrival, self.departure = cut, stage, arrival, departure
+        self._of_replica = "" if replica is None else f" of replica {replica}"
         self.keep_received = False
         self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
@@ -115,7 +124,7 @@ class Seat:
         return action in self._posted
 
     def _waits_for(self, action: Action, stage: int) -> str:
-        return f"{action.kind}{action.microbatch} of stage {stage}"
+        return f"{action.kind}{action.microbatch} of stage {stage}{self._of_replica}"
 
     def _receive(self, action: Action, work: StepWork) -> tuple[Contract | None, Inbox | None]:
         if self.arrival is None:

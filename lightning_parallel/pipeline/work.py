@@ -22,7 +22,8 @@ class StepWork:
         batch: number of the batch, for the random streams.
         loss_of: the loss in what the step returned.
         scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
-        after_forwards: called with the results once the last of them is there, or None.
+        after_forwards: called with the results once the last of this rank's is there, or None.
+        after_action: called with -1 before the first action, and after each one with its number in the row; or None.
     """
 
     schedule: Schedule
@@ -32,6 +33,7 @@ class StepWork:
     loss_of: Callable[[Any], Tensor] | None = None
     scales: Sequence[Tensor] = ()
     after_forwards: Callable[[list[Any]], None] | None = None
+    after_action: Callable[[int], None] | None = None
 
     @property
     def training(self) -> bool:

@@ -9,7 +9,7 @@ logging) stays where Lightning has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,12 +35,14 @@ from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
+from lightning_parallel.pipeline.replicas import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.arguments import all_are, is_count, read_schedule, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
+from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
@@ -232,7 +234,9 @@ class PipelineStrategy(PipelineCheckpoints):
         pipeline = self.pipeline
         shares = pipeline.cut.layout.shares
         self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather, shares)
-        self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
+        add_up = pipeline.add_up_over_holders if pipeline.num_replicas > 1 else None
+        self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
+        self.directions = Directions(pipeline)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
@@ -342,10 +346,12 @@ class PipelineStrategy(PipelineCheckpoints):
                 f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
                 ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
             )
-        if self.skip_connections and schedule.num_stages > schedule.num_ranks:
+        places = len(schedule.placement)
+        if self.skip_connections and places > schedule.num_ranks:
+            replicas = f" ({schedule.num_replicas} replicas)" if schedule.num_replicas > 1 else ""
             raise ValueError(
                 f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
-                f" {schedule.num_stages} stages on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
+                f" {places} stages{replicas} on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
             )
 
     def _full_schedule(self) -> Schedule:
@@ -362,10 +368,20 @@ class PipelineStrategy(PipelineCheckpoints):
     def training_step(self, batch: Any, *args: Any) -> Any:
         sizes = self._sizes(batch)
         keep = not self._will_be_zeroed()
-        with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)):
+        with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
         return output
+
+    def _replicas_compared(self) -> AbstractContextManager[None]:
+        """At batches 0, 1, 2, 4, 8, ...: are replicas still equal, and does a step leave buffers to its end?"""
+        module, pipeline = self.lightning_module, self.pipeline
+        assert module is not None
+        index = module.trainer.fit_loop.epoch_loop.batch_idx
+        if pipeline.num_replicas == 1 or index & (index - 1):
+            return nullcontext()
+        pipeline.compare_replicas(f"before training batch {index} of epoch {module.trainer.current_epoch}")
+        return buffers_unchanged(module)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
@@ -445,7 +461,8 @@ class PipelineStrategy(PipelineCheckpoints):
         work = "forward" if action.kind == "F" else "backward"
         if len(self.stages_held) > 1:
             self.watch.stage = action.stage
-        return self.watch.report(error, f"the {work} of micro-batch {action.microbatch}")
+        replica = f" on replica {action.replica}" if self.pipeline.num_replicas > 1 else ""
+        return self.watch.report(error, f"the {work} of micro-batch {action.microbatch}{replica}")
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -484,6 +501,8 @@ class PipelineStrategy(PipelineCheckpoints):
     def on_train_end(self) -> None:
         self._check_last_logged()
         self.pipeline.data.pause(self._trainable())
+        if self.pipeline.num_replicas > 1:
+            self.pipeline.compare_replicas("at the end of training")
 
     def _trainable(self) -> list[Tensor]:
         return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]

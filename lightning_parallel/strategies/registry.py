@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
-_NOT_RUN = {"dualpipe", "chimera", "gems", "terapipe"}  # drawn and simulated only
+_NOT_RUN = {"terapipe"}  # drawn and simulated only
 STRINGS: dict[str, dict[str, Any]] = {
     f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _NOT_RUN
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,26 @@ class _OfOneMicrobatch:
             "the value of one micro-batch. A pipeline knows a whole batch's value of metrics that the step itself logs:"
             " call self.log(name, metric) in the step, or with on_step=False"
         )
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a metric that is logged on_step took in a micro-batch; of a whole batch `value`, what its forward gave."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    value: Any = None
+    is_whole: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of a metric by a micro-batch."""
+
+    microbatch: int
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 @dataclass(eq=False)
@@ -95,8 +115,9 @@ class _Reports:
     """Added to a watched metric's class: resets are counted, and a copy (or a pickle) is an ordinary metric again."""
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
         watched: _Watched = vars(self)["_watched"]
+        watched.owner.resets(watched)
+        super().reset()  # type: ignore[misc]
         watched.resets += not watched.owner.in_step
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -115,6 +136,8 @@ class StepMetrics:
         num_steps: steps run so far, of all kinds.
         in_step: whether a step runs.
         share: weight of the micro-batch that runs, None where it is the whole batch.
+        microbatch: the one that runs.
+        updates: what metrics were updated with in this step, where steps end on several ranks.
 
     Raises:
         TypeError: a metric is one that a pipeline cannot fill as one process does.
@@ -123,18 +146,22 @@ class StepMetrics:
 
     def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
         self.module, self.pipeline = module, pipeline
-        self.at_loss = pipeline.at_loss
+        self.at_loss, self.ends_steps = pipeline.at_loss, pipeline.ends_steps
         self.num_steps, self.in_step = 0, False
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
         self._undo: dict[Metric, dict[str, Any]] | None = None
+        self.microbatch, self._depth = 0, 0
+        self.updates: list[Update] = []
+        self._before_step: dict[Metric, dict[str, Any]] | None = None
         self._told: dict[tuple[str, bool], list[_Told]] = {}
         self._blanks: dict[Hashable, Any] = {}
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
         self._refuse()
         for watched in self._watched.values():
             watched.put_on()
-        for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
+        self._collections = [m for m in module.modules() if isinstance(m, MetricCollection)]
+        for collection in self._collections:
             members = [self._watched[id(member)] for member in collection.values(copy_state=False)]
             for member in members:
                 member.leader = members[0]
@@ -166,10 +193,13 @@ class StepMetrics:
         self._told.clear()
         self._blanks.clear()
         self.in_step = True
+        if self.pipeline.both_ways and self.pipeline.ends_steps:
+            self._before_step = {}
         try:
             yield
         finally:
             self.in_step = False
+            self._forget_step()
             for watched in self._watched.values():
                 if watched.arguments is not None:
                     vars(watched.metric)["_forward_cache"], watched.arguments = _OfOneMicrobatch(), None
@@ -185,13 +215,75 @@ class StepMetrics:
                 vars(metric).update(state)
             self._undo = None
 
+    def replay(self, updates: Sequence[Update]) -> None:
+        """On the rank of the loss, once all ranks' micro-batches are known: update the metrics in their order.
+
+        What this rank's own micro-batches did as they ran is undone before.
+        """
+        updates = sorted([*self.updates, *updates], key=lambda update: update.microbatch)
+        self._put_back()
+        watched = {of.name: of for of in self._watched.values()}
+        led = {id(metric) for metric in self._led()}  # share the state of another one of their collection
+        for update in updates:
+            if id(watched[update.name].metric) not in led:
+                watched[update.name].before["update"](*update.args, **update.kwargs)
+        for collection in self._collections:
+            collection._state_is_copy = False
+            collection._compute_groups_create_state_ref()
+        for metric in self._led():
+            metric._computed = None
+
+    def _led(self) -> Iterator[Metric]:
+        for collection in self._collections:
+            if collection._groups_checked:
+                for members in collection._groups.values():
+                    yield from (getattr(collection, name) for name in members[1:])
+
+    def _put_back(self) -> None:
+        """Metrics are what they were before the step's micro-batches."""
+        for metric, state in (self._before_step or {}).items():
+            del state["_forward_cache"]  # what the last forward gave is replaced below unless it saw the whole batch
+            vars(metric).update(state)
+        self._before_step = None
+        self.updates = []
+
+    def _forget_step(self) -> None:
+        """On other ranks where steps end, metrics stay as they were; what they took has been sent."""
+        if self._before_step is None:
+            return
+        self._put_back()
+        for collection in self._collections:  # here each of its metrics has to be heard of every time
+            if collection._enable_compute_groups is True:
+                collection._groups_checked = False
+                collection._init_compute_groups()
+
+    def resets(self, watched: _Watched) -> None:
+        """A metric is going to be reset.
+
+        Raises:
+            ValueError: the step itself resets it, and steps end on several ranks.
+        """
+        watched.resets += not self.in_step
+        if self.in_step:
+            self._keep(watched.metric)
+            if self._before_step is not None and self._undo is None and not _inside_forward():
+                raise ValueError(
+                    f"The step resets metric `{watched.name}`, which with a schedule of two directions would forget"
+                    " some micro-batches and keep others. Reset it in a hook, or use a schedule of one direction."
+                )
+
+    def _keep(self, metric: Metric) -> None:
+        """Remember what a metric is before it changes, as long as that may be undone."""
+        for kept in (self._undo, self._before_step):
+            if kept is not None and metric not in kept:
+                kept[metric] = _state_of(metric)
+
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
     def update(self, watched: _Watched, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
         metric = watched.metric
-        if self._undo is not None and metric not in self._undo:
-            self._undo[metric] = _state_of(metric)
+        self._keep(metric)
         if not self.in_step:
             watched.updates += 1
         elif phantoms_in(args) or phantoms_in(kwargs):
@@ -209,9 +301,16 @@ class StepMetrics:
                     {**kwargs, "weight": self.share},
                 )  # a mean over the micro-batch counts by its share
             of_batch = not metric._should_unsync  # inside a forward, the update of the batch alone
-            if self.at_loss and self._undo is None and of_batch:
+            if self.ends_steps and self._undo is None and of_batch:
                 watched.arguments = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        watched.before["update"](*args, **kwargs)
+        if self._before_step is not None and self._undo is None and self._depth == 0 and _counts(metric):
+            taken = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self.updates.append(Update(self.microbatch, watched.name, *taken))
+        self._depth += 1  # a metric made of others updates them
+        try:
+            watched.before["update"](*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def compute(self, watched: _Watched, *args: Any, **kwargs: Any) -> Any:
         """`metric.compute`: local inside a step and inside a forward, otherwise the loss stage's."""
@@ -278,25 +377,32 @@ class StepMetrics:
             )
         return watched.name
 
-    def note(self, key: Hashable, metric: Metric) -> None:
-        """The step logs a metric on_step: keep in mind the value that its forward gave, or add the micro-batch to it.
+    def given(self, metric: Metric) -> Given:
+        """What a metric that the step logs on_step took in its last forward.
 
         Raises:
             TypeError: the metric has a forward of its own, whose arguments are not known.
         """
         watched = self._watched[id(metric)]
         if self.share is None or metric._forward_cache is None:
-            self._blanks[key] = metric._forward_cache
-            return
+            return Given(value=metric._forward_cache, is_whole=True)
         if watched.arguments is None:
             raise TypeError(
                 f"Metric `{watched.name}` is logged on_step, but {type(metric).__name__} has a forward of its own, from"
                 " which a pipeline cannot tell the value of a whole batch. Log it with on_step=False, on_epoch=True."
             )
+        return Given(*watched.arguments)
+
+    def add(self, key: Hashable, name: str, given: Given) -> None:
+        """Keep in mind the value of a whole batch for a logged key, or add a micro-batch to it."""
+        if given.is_whole:
+            self._blanks[key] = given.value
+            return
         if self._blanks.get(key) is None:
+            metric = self.module.get_submodule(name)
+            assert isinstance(metric, Metric)
             self._blanks[key] = _blank(metric)
-        args, kwargs = watched.arguments
-        self._blanks[key].update(*args, **kwargs)
+        self._blanks[key].update(*given.args, **given.kwargs)
 
     def value(self, key: Hashable, name: str) -> Tensor | None:
         """The whole batch's value of what was noted, None if nothing was.
@@ -349,6 +455,22 @@ class StepMetrics:
 
 def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     return [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
+
+
+def _counts(metric: Metric) -> bool:
+    """Whether an update lasts: of the two that some metrics' forwards make, the second is of the batch alone."""
+    twice = metric.full_state_update or metric.full_state_update is None or metric.dist_sync_on_step
+    return metric._should_unsync or not twice
+
+
+def _inside_forward() -> bool:
+    """Whether torchmetrics' own forward is what called."""
+    frame = sys._getframe(2)
+    while frame is not None and ("torchmetrics" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        if frame.f_code.co_name.startswith("_forward_"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:

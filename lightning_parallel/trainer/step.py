@@ -19,6 +19,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
+from lightning_parallel.trainer.directions import Share, ended_on
 from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
 
 if TYPE_CHECKING:
@@ -44,40 +45,54 @@ class TrainerStep:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
-        self.at_loss = strategy.at_loss
+        self.at_loss, self.ends = strategy.at_loss, strategy.pipeline.ends_steps
         self.index = self._batch_index()
         self.parts = microbatch.split(batch, sizes)
         self.weights = self._weigh()
+        self.schedule = strategy.schedule_for(len(sizes), self.training)
         self.metrics = strategy.metrics
-        self.log = StepLog(self.module, self.at_loss, self.metrics, self.training)
+        self.log = StepLog(self.module, self.ends, self.metrics, self.training)
         self.output: Any = None
         self.loss: Tensor | None = None
         self.calls: list[LogCall] = []
+        self.received: dict[int, Any] = {}
 
     def work(self) -> StepWork:
         """What the engine is asked to do."""
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
+        pipeline = strategy.pipeline
         return StepWork(
-            schedule=strategy.schedule_for(len(self.sizes), self.training),
+            schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
-            signatures=strategy.pipeline.signatures(self.kind, self.parts),
+            signatures=pipeline.signatures(self.kind, self.parts),
             batch=self._batch_number(),
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
-            after_forwards=self._announce if self.at_loss and self.kind != "predict" else None,
+            after_forwards=self._after_forwards(),
+            after_action=pipeline.sums.begin(self.schedule) if pipeline.sums is not None and self.training else None,
         )
+
+    def _after_forwards(self) -> Callable[[list[Any]], None] | None:
+        """What follows this rank's last forward of the last stage."""
+        if not self.ends:
+            return None
+        if self.strategy.pipeline.both_ways:
+            return self._meet
+        return self._announce if self.kind != "predict" else None
 
     def run(self) -> Any:
         """Run the step on all micro-batches; returns what the Trainer gets for the batch on this rank."""
         pipeline, engine = self.strategy.pipeline, self.strategy.pipeline.engine
-        check = self.strategy.wants_loss_check(self) and self.at_loss
-        if engine.loss_seat is not None:
-            engine.loss_seat.keep_received = check
+        check = self.strategy.wants_loss_check(self)
+        for seat in engine.loss_seats:
+            seat.keep_received = check
         work = self.work()
         with self.metrics.step():
             with self.log.recording(), pipeline.streams.step():
                 results = engine.run(work, self.strategy.marks(work.schedule, self.training))
-            if check:
+            if pipeline.both_ways:
+                self._join_directions(results)
+            if check and self.at_loss:
                 self._check_loss(work)
         if self.kind == "predict":
             return microbatch.join(results, self.sizes, self.weights) if self.at_loss else None
@@ -95,6 +110,38 @@ class TrainerStep:
             return self.output
         return {**self.output, "loss": self.loss} if isinstance(self.output, Mapping) else self.loss
 
+    def _meet(self, results: list[Any]) -> None:
+        """The forwards of this rank's replica are done: where others wait for what they gave, it is sent."""
+        directions = self.strategy.directions
+        if self.at_loss:
+            directions.forwards_done()
+            return
+        own = {number: results[number] for number in ended_on(self.schedule, self.strategy.pipeline.row)}
+        directions.pack(Share(own, self.log.notes, self.metrics.updates, self._received()))
+
+    def _join_directions(self, results: list[Any]) -> None:
+        """After all actions: the rank of the loss takes what other ranks' micro-batches gave, and announces it."""
+        directions = self.strategy.directions
+        if not self.at_loss:
+            directions.hand_over()
+            return
+        shares = directions.receive(self.schedule)
+        with directions.joining():
+            self.received = self._received()
+            for share in shares:
+                for number, result in share.results.items():
+                    results[number] = result
+                self.received |= share.received
+            self.log.take([note for share in shares for note in share.notes])
+            self.metrics.replay([update for share in shares for update in share.updates])
+            if self.kind != "predict":
+                self._announce(results)
+
+    def _received(self) -> dict[int, Any]:
+        """What came in at the last stage on this rank, where the loss is checked."""
+        seats = self.strategy.pipeline.engine.loss_seats
+        return {number: values for seat in seats for number, values in seat.received.items()}
+
     def _announce(self, results: list[Any]) -> None:
         """The forwards are done: what is returned and logged is known."""
         self.output = microbatch.join(results, self.sizes, self.weights)
@@ -106,10 +153,10 @@ class TrainerStep:
         method = getattr(self.module, f"{self.kind}_step")
 
         def step() -> Any:
-            self.log.microbatch = number
+            self.log.microbatch = self.metrics.microbatch = number
             self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
             run = self.strategy.pipeline.cut.active
-            cut_short = self.at_loss and run is not None and not run.is_last
+            cut_short = self.ends and run is not None and not run.is_last
             with self._precision(), self.metrics.untouched() if cut_short else nullcontext():
                 return method(part, *self.args)
 
@@ -132,14 +179,15 @@ class TrainerStep:
 
     def _check_loss(self, work: StepWork) -> None:
         pipeline = self.strategy.pipeline
-        seat = pipeline.engine.loss_seat
-        assert seat is not None
-        received = [seat.received[i] for i in range(len(self.sizes))]
+        by_number = self.received or self._received()
+        received = [by_number[i] for i in range(len(self.sizes))]
         whole = self._step_on(self.batch, 0)
         unread = StepLog(self.module, False, self.metrics, self.training)
         with unread.recording(), pipeline.streams.step():
             check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
-        seat.received.clear()
+        for seat in pipeline.engine.loss_seats:
+            seat.received.clear()
+        self.received = {}
 
     def _weigh(self) -> list[Any]:
         """Weight of each micro-batch, summing to 1."""

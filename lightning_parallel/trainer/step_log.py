@@ -25,7 +25,7 @@ from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
 from lightning_parallel.pipeline.readback import Readback
-from lightning_parallel.trainer.metrics import StepMetrics
+from lightning_parallel.trainer.metrics import Given, StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -45,12 +45,33 @@ class LogCall:
     metric: str | None = None
 
 
+@dataclass(frozen=True)
+class MetricNote:
+    """A metric that a micro-batch logged: its attribute, and (where `on_step` and not yet added up) what it took."""
+
+    name: str
+    given: Given | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """One `self.log` call of one micro-batch; `key`: its name and how many calls of that name came before it."""
+
+    microbatch: int
+    key: tuple[str, int]
+    value: Any
+    options: dict[str, Any]
+
+
 class StepLog:
-    """Notes of the `self.log` calls of one step, by micro-batch; `training`: whether `on_step` is the default."""
+    """Notes of the `self.log` calls of one step, by micro-batch; `training`: whether `on_step` is the default.
+
+    `loss_stage`: whether steps run to their end on this rank.
+    """
 
     def __init__(self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool) -> None:
         self.module, self.loss_stage, self.metrics, self.training = module, loss_stage, metrics, training
-        self._notes: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
+        self.notes: list[Note] = []
         self._seen: dict[tuple[int, str], int] = {}
         self.microbatch = 0
 
@@ -65,7 +86,17 @@ class StepLog:
 
     def joined(self, weights: Sequence[float | Tensor]) -> list[LogCall]:
         """One call for each logged key, in the order of first appearance."""
-        return [self._join(key, notes, weights) for key, notes in self._notes.items()]
+        by_key: dict[tuple[str, int], list[Note]] = {}
+        for note in self.notes:
+            by_key.setdefault(note.key, []).append(note)
+        return [self._join(key, notes, weights) for key, notes in by_key.items()]
+
+    def take(self, notes: Sequence[Note]) -> None:
+        """Add what other ranks noted, in the order of micro-batches."""
+        self.notes = sorted([*self.notes, *notes], key=lambda note: note.microbatch)
+        for note in self.notes:
+            if isinstance(note.value, MetricNote) and note.value.given is not None:
+                self.metrics.add(note.key, note.value.name, note.value.given)
 
     def replay(self, calls: Sequence[LogCall]) -> None:
         """Make the joined calls."""
@@ -89,29 +120,30 @@ class StepLog:
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1
         if isinstance(value, (Metric, MetricCollection)):
-            self._note_metric((name, occurrence), value, options)
+            value = self._note_metric((name, occurrence), value, options)
         value = value.detach() if isinstance(value, Tensor) else value
-        self._notes.setdefault((name, occurrence), []).append((self.microbatch, value, options))
+        self.notes.append(Note(self.microbatch, (name, occurrence), value, options))
 
-    def _note_metric(self, key: tuple[str, int], metric: Any, options: dict[str, Any]) -> None:
-        self.metrics.name_of(metric, key[0])
-        on_step = options.get("on_step")
-        if self.training if on_step is None else on_step:
-            self.metrics.note(key, metric)
+    def _note_metric(self, key: tuple[str, int], metric: Any, options: dict[str, Any]) -> MetricNote:
+        name, on_step = self.metrics.name_of(metric, key[0]), options.get("on_step")
+        if not (self.training if on_step is None else on_step):
+            return MetricNote(name)
+        given = self.metrics.given(metric)
+        if self.metrics.pipeline.both_ways:
+            return MetricNote(name, given)
+        self.metrics.add(key, name, given)
+        return MetricNote(name)
 
-    def _join(
-        self, key: tuple[str, int], notes: list[tuple[int, Any, dict[str, Any]]], weights: Sequence[float | Tensor]
-    ) -> LogCall:
-        options = dict(notes[-1][2])
+    def _join(self, key: tuple[str, int], notes: list[Note], weights: Sequence[float | Tensor]) -> LogCall:
+        options = dict(notes[-1].options)
         if options.get("batch_size") is not None:
-            options["batch_size"] = sum(note[2]["batch_size"] for note in notes)
-        values = [note[1] for note in notes]
-        if isinstance(values[-1], Metric):
-            metric = self.metrics.name_of(values[-1], key[0])
-            value = self.metrics.value(key, metric)
-            return LogCall(key[0], value, options, _dtype(value), metric)
+            options["batch_size"] = sum(note.options["batch_size"] for note in notes)
+        values = [note.value for note in notes]
+        if isinstance(values[-1], MetricNote):
+            value = self.metrics.value(key, values[-1].name)
+            return LogCall(key[0], value, options, _dtype(value), values[-1].name)
         if len(values) > 1:
-            values = [_reduce(values, [weights[note[0]] for note in notes], options.get("reduce_fx", "mean"))]
+            values = [_reduce(values, [weights[note.microbatch] for note in notes], options.get("reduce_fx", "mean"))]
         return LogCall(key[0], values[0], options, _dtype(values[0]))
 
 
