@@ -384,9 +384,7 @@ class Pipeline:
                     arrivals[replica, stage + 1] = Arrival(stage + 1, forward, backward, dynamic_shapes, alone)
         mine = [seat for seat, row in sorted(self.placement.items()) if row == self.row]
         name = (lambda replica: replica) if self.num_replicas > 1 else (lambda replica: None)
-        return {
-            seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0])) for seat in mine
-        }
+        return {seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0])) for seat in mine}
 
     def _open_channel(self, source: int, target: int, tag: int) -> AnyChannel:
         if source == target:

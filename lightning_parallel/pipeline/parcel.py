@@ -45,8 +45,9 @@ class Parcel:
             _Packer(file, tensors).dump(value)
         except Exception as error:
             raise TypeError(
-                f"A value that another rank needs cannot be sent to it: {type(error).__name__}: {error}. Return, log and"
-                " give to metrics only what pickles: tensors, numbers, strings, lists, dicts, objects of named classes."
+                f"A value that another rank needs cannot be sent to it: {type(error).__name__}: {error}. Return, log"
+                " and give to metrics only what pickles: tensors, numbers, strings, lists, dicts, objects of named"
+                " classes."
             ) from error
         self._frame = file.getvalue()
         self._bytes = Readback(_gather([tensor.to(device) for tensor in tensors], device))

@@ -228,6 +228,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.watch.stage = self.stage
         with self.watch.opening():
             self._pipeline = self._assemble()
+        self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
@@ -238,7 +239,6 @@ class PipelineStrategy(PipelineCheckpoints):
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
-        self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)

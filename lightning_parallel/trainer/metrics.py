@@ -150,10 +150,10 @@ class StepMetrics:
         self.num_steps, self.in_step = 0, False
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
-        self._undo: dict[Metric, dict[str, Any]] | None = None
+        self._undo: dict[_Watched, dict[str, Any]] | None = None
         self.microbatch, self._depth = 0, 0
         self.updates: list[Update] = []
-        self._before_step: dict[Metric, dict[str, Any]] | None = None
+        self._before_step: dict[_Watched, dict[str, Any]] | None = None
         self._told: dict[tuple[str, bool], list[_Told]] = {}
         self._blanks: dict[Hashable, Any] = {}
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
@@ -211,8 +211,8 @@ class StepMetrics:
         try:
             yield
         finally:
-            for metric, state in self._undo.items():
-                vars(metric).update(state)
+            for watched, state in self._undo.items():
+                vars(watched.metric).update(state)
             self._undo = None
 
     def replay(self, updates: Sequence[Update]) -> None:
@@ -241,9 +241,9 @@ class StepMetrics:
 
     def _put_back(self) -> None:
         """Metrics are what they were before the step's micro-batches."""
-        for metric, state in (self._before_step or {}).items():
+        for watched, state in (self._before_step or {}).items():
             del state["_forward_cache"]  # what the last forward gave is replaced below unless it saw the whole batch
-            vars(metric).update(state)
+            vars(watched.metric).update(state)
         self._before_step = None
         self.updates = []
 
@@ -265,25 +265,25 @@ class StepMetrics:
         """
         watched.resets += not self.in_step
         if self.in_step:
-            self._keep(watched.metric)
+            self._keep(watched)
             if self._before_step is not None and self._undo is None and not _inside_forward():
                 raise ValueError(
                     f"The step resets metric `{watched.name}`, which with a schedule of two directions would forget"
                     " some micro-batches and keep others. Reset it in a hook, or use a schedule of one direction."
                 )
 
-    def _keep(self, metric: Metric) -> None:
+    def _keep(self, watched: _Watched) -> None:
         """Remember what a metric is before it changes, as long as that may be undone."""
         for kept in (self._undo, self._before_step):
-            if kept is not None and metric not in kept:
-                kept[metric] = _state_of(metric)
+            if kept is not None and watched not in kept:  # a metric's own hash changes with its state
+                kept[watched] = _state_of(watched.metric)
 
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
     def update(self, watched: _Watched, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
         metric = watched.metric
-        self._keep(metric)
+        self._keep(watched)
         if not self.in_step:
             watched.updates += 1
         elif phantoms_in(args) or phantoms_in(kwargs):
