@@ -73,7 +73,8 @@ class _Packer(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._tensors, self._places, self._end = tensors, {}, 0
+        self._tensors, self._end = tensors, 0
+        self._places: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

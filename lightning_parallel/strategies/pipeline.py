@@ -66,7 +66,8 @@ class PipelineStrategy(PipelineCheckpoints):
 
     Args:
         schedule: a name ("1f1b", "interleaved_1f1b:v=3", "zb_v"; see docs/schedules.md), the path of a CSV file of
-            actions, or a `Schedule`. Some hold several stages a rank, and cut the model into as many.
+            actions, or a `Schedule`. Some hold several stages a rank, and cut the model into as many; some ("chimera",
+            "dualpipe", "gems") hold each stage on several ranks, whose gradients are summed.
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
         blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
             names.

@@ -8,6 +8,8 @@ the order of micro-batches and goes on as if it had run them itself.
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.parcel import Parcel, unpack
@@ -102,3 +105,26 @@ class Directions:
         with torch.cuda.stream(self._aside):
             yield
         main.wait_stream(self._aside)
+
+
+@contextmanager
+def filling_seen(module: LightningModule, step: str) -> Iterator[None]:
+    """Around a step's micro-batches on a rank where steps end: warns of lists and the like in which steps collect.
+
+    Each rank's would hold the micro-batches of its own replica. Left out: numbers that a step counts up.
+    """
+    before = _sizes_of(module)
+    yield
+    for name, size in _sizes_of(module).items():
+        if size > before.get(name, size):
+            warnings.warn(
+                f"{step} fills `self.{name}`, which with a schedule of two directions holds one direction's"
+                " micro-batches on each rank that ends steps. Log values in the step, give them to a torchmetrics"
+                " object, or use a schedule of one direction.",
+                stacklevel=2,
+            )
+
+
+def _sizes_of(module: LightningModule) -> dict[str, int]:
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: len(value) for name, value in own.items() if isinstance(value, (list, dict, set, deque))}

@@ -19,7 +19,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
-from lightning_parallel.trainer.directions import Share, ended_on
+from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
 from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class TrainerStep:
             seat.keep_received = check
         work = self.work()
         with self.metrics.step():
-            with self.log.recording(), pipeline.streams.step():
+            with self.log.recording(), pipeline.streams.step(), self._filling_seen():
                 results = engine.run(work, self.strategy.marks(work.schedule, self.training))
             if pipeline.both_ways:
                 self._join_directions(results)
@@ -109,6 +109,10 @@ class TrainerStep:
         if not self.training:
             return self.output
         return {**self.output, "loss": self.loss} if isinstance(self.output, Mapping) else self.loss
+
+    def _filling_seen(self) -> AbstractContextManager[None]:
+        first = self.index == 0 and self.ends and self.strategy.pipeline.both_ways
+        return filling_seen(self.module, f"{self.kind}_step") if first else nullcontext()
 
     def _meet(self, results: list[Any]) -> None:
         """The forwards of this rank's replica are done: where others wait for what they gave, it is sent."""

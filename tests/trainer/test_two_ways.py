@@ -295,6 +295,7 @@ REFUSED = [
     (lambda: counting(True), {}, "A step writes into buffer `net.0.calls`, which each replica of a stage would do for"),
     (with_step(returns_what_does_not_pickle), {}, "A value that another rank needs cannot be sent to it: "),
     (ResetsInTheStep, {}, "The step resets metric `acc`, which with a schedule of two directions would forget some"),
+    (lambda: Collects(), {}, "training_step fills `self.losses`, which with a schedule of two directions holds one"),
     (Classifier, {"skip_connections": True}, "'gems' places 4 stages (2 replicas) on 2 ranks. Use 1f1b"),
     (
         lambda: Classifier(nn.Sequential(*(Broken() for _ in range(4)))),
@@ -307,6 +308,15 @@ REFUSED = [
         "The loss of the whole batch is",
     ),
 ]
+
+
+class Collects(Classifier):
+    def on_train_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.losses.append(self.loss(batch))
+        return self.losses[-1]
 
 
 class Broken(nn.Linear):
