@@ -42,21 +42,33 @@ def assert_replicas_equal(records: Sequence[Record], at_least: int = 1) -> None:
     assert compared >= at_least
 
 
-def compare(case: Case, names: Sequence[str], num_ranks: int, **options: Any) -> list[list[Record]]:
+def compare(case: Case, names: Sequence[str], num_ranks: int, **options: Any) -> None:
     """The case under every schedule on the same ranks, beside one process."""
-    reference = one_process(case)
-    found = many_on_stages([case.but({"schedule": name}) for name in names], num_ranks, timeout=150.0)
-    for name, records in zip(names, found, strict=True):
+    compare_all([(case, names)], num_ranks, **options)
+
+
+def compare_all(pairs: Sequence[tuple[Case, Sequence[str]]], num_ranks: int, **options: Any) -> None:
+    """Several cases, each under its schedules, on the same ranks."""
+    cases = [(case, name) for case, names in pairs for name in names]
+    found = many_on_stages([case.but({"schedule": name}) for case, name in cases], num_ranks, timeout=150.0)
+    references = {id(case): one_process(case) for case, _ in pairs}
+    for (case, name), records in zip(cases, found, strict=True):
         print(name)
-        assert_same(records, reference, **options)
+        assert_same(records, references[id(case)], **options)
         assert_replicas_equal(records)
-    return found
 
 
 # -- what one process trains -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [(2, NAMES), (4, (*NAMES, "chimera:pairs=2"))])
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, NAMES),
+        (4, ("dualpipe", "chimera:pairs=2")),
+        pytest.param(4, ("gems", "chimera"), marks=pytest.mark.slow),
+    ],
+)
 def test_parity_of_a_language_model_with_tied_weights(num_ranks: int, names: Sequence[str]):
     """Full batches, one that is too short for some schedules' rules, and one of a single row; clipped, accumulated."""
     make = lambda: gpt(num_blocks=2 * num_ranks)  # noqa: E731
@@ -72,14 +84,14 @@ def test_a_penalty_over_all_parameters_where_a_rank_holds_them_all():
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.parameters())
 
-    compare(Case(Penalised, row_loader, {"num_microbatches": 8}), NAMES, 2)
+    compare(Case(Penalised, row_loader, {"num_microbatches": 8}), BOTH, 2)
 
 
 def test_dropout_draws_what_one_direction_draws():
     """Masks belong to the micro-batch, so both schedules train alike, in validation and on the next epoch too."""
     make = lambda: gpt(dropout=0.3)  # noqa: E731
     case = Case(make, lambda: token_loader(((8, 8), (8, 12), (5, 8))), {"num_microbatches": 4}, {"max_epochs": 2})
-    one_way, *others = many_on_stages([case.but({"schedule": name}) for name in ("1f1b", *NAMES)], 2, timeout=100.0)
+    one_way, *others = many_on_stages([case.but({"schedule": name}) for name in ("1f1b", *BOTH)], 2, timeout=100.0)
     for records in others:
         assert_same(records, one_way[0], leave_out=KEY_BIAS)
         assert_replicas_equal(records)
@@ -128,10 +140,15 @@ class Everything(Measured):
 @pytest.mark.filterwarnings(FEW_ROWS)
 def test_metrics_and_logging_are_those_of_one_process():
     """Every metric sees every micro-batch of both directions, in their order."""
-    for make in (Everything, InHooks, Macro, Collections):
-        case = Case(make, lambda: row_loader((8, 8, 5, 1)), {"num_microbatches": 4}, {"max_epochs": 2})
-        compare(case, BOTH if make is Everything else BOTH[:1], 2)
-    case = Case(Everything, lambda: row_loader((8, 8, 5, 1)), {"num_microbatches": 8}, {"max_epochs": 2})
+    loader = lambda: row_loader((8, 8, 5, 1))  # noqa: E731
+    makers = (Everything, InHooks, Macro, Collections)
+    cases = [Case(make, loader, {"num_microbatches": 4}, {"max_epochs": 2}) for make in makers]
+    compare_all([(case, BOTH if case.make is Everything else BOTH[:1]) for case in cases], 2)
+
+
+@pytest.mark.filterwarnings(FEW_ROWS)
+def test_metrics_of_four_replicas():
+    case = Case(Everything, lambda: row_loader((8, 5, 1)), {"num_microbatches": 8}, {"max_epochs": 1})
     compare(case, ("chimera:pairs=2",), 4)
 
 
