@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.parcel import Parcel, unpack
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.trainer.metrics import Update
+from lightning_parallel.trainer.metric_replay import Update
 from lightning_parallel.trainer.step_log import Note
 
 

@@ -31,6 +31,7 @@ from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in
+from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
 
 _REPLACED = ("update", "compute", "distributed_available_fn", "process_group")
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
@@ -63,16 +64,6 @@ class Given:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None
     is_whole: bool = False
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update of a metric by a micro-batch."""
-
-    microbatch: int
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass(eq=False)
@@ -118,7 +109,6 @@ class _Reports:
         watched: _Watched = vars(self)["_watched"]
         watched.owner.resets(watched)
         super().reset()  # type: ignore[misc]
-        watched.resets += not watched.owner.in_step
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {key: value for key, value in self.__getstate__().items() if key != "_watched"}  # type: ignore[attr-defined]
@@ -136,8 +126,7 @@ class StepMetrics:
         num_steps: steps run so far, of all kinds.
         in_step: whether a step runs.
         share: weight of the micro-batch that runs, None where it is the whole batch.
-        microbatch: the one that runs.
-        updates: what metrics were updated with in this step, where steps end on several ranks.
+        replay: the updates of a step, where steps end here and on other ranks.
 
     Raises:
         TypeError: a metric is one that a pipeline cannot fill as one process does.
@@ -151,17 +140,16 @@ class StepMetrics:
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
         self._undo: dict[_Watched, dict[str, Any]] | None = None
-        self.microbatch, self._depth = 0, 0
-        self.updates: list[Update] = []
-        self._before_step: dict[_Watched, dict[str, Any]] | None = None
         self._told: dict[tuple[str, bool], list[_Told]] = {}
         self._blanks: dict[Hashable, Any] = {}
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
         self._refuse()
         for watched in self._watched.values():
             watched.put_on()
-        self._collections = [m for m in module.modules() if isinstance(m, MetricCollection)]
-        for collection in self._collections:
+        collections = [m for m in module.modules() if isinstance(m, MetricCollection)]
+        several = pipeline.both_ways and pipeline.ends_steps
+        self.replay = MetricReplay(collections) if several else None
+        for collection in collections:
             members = [self._watched[id(member)] for member in collection.values(copy_state=False)]
             for member in members:
                 member.leader = members[0]
@@ -193,13 +181,14 @@ class StepMetrics:
         self._told.clear()
         self._blanks.clear()
         self.in_step = True
-        if self.pipeline.both_ways and self.pipeline.ends_steps:
-            self._before_step = {}
+        if self.replay is not None:
+            self.replay.begin()
         try:
             yield
         finally:
             self.in_step = False
-            self._forget_step()
+            if self.replay is not None:
+                self.replay.end()
             for watched in self._watched.values():
                 if watched.arguments is not None:
                     vars(watched.metric)["_forward_cache"], watched.arguments = _OfOneMicrobatch(), None
@@ -215,47 +204,10 @@ class StepMetrics:
                 vars(watched.metric).update(state)
             self._undo = None
 
-    def replay(self, updates: Sequence[Update]) -> None:
-        """On the rank of the loss, once all ranks' micro-batches are known: update the metrics in their order.
-
-        What this rank's own micro-batches did as they ran is undone before.
-        """
-        updates = sorted([*self.updates, *updates], key=lambda update: update.microbatch)
-        self._put_back()
-        watched = {of.name: of for of in self._watched.values()}
-        led = {id(metric) for metric in self._led()}  # share the state of another one of their collection
-        for update in updates:
-            if id(watched[update.name].metric) not in led:
-                watched[update.name].before["update"](*update.args, **update.kwargs)
-        for collection in self._collections:
-            collection._state_is_copy = False
-            collection._compute_groups_create_state_ref()
-        for metric in self._led():
-            metric._computed = None
-
-    def _led(self) -> Iterator[Metric]:
-        for collection in self._collections:
-            if collection._groups_checked:
-                for members in collection._groups.values():
-                    yield from (getattr(collection, name) for name in members[1:])
-
-    def _put_back(self) -> None:
-        """Metrics are what they were before the step's micro-batches."""
-        for watched, state in (self._before_step or {}).items():
-            del state["_forward_cache"]  # what the last forward gave is replaced below unless it saw the whole batch
-            vars(watched.metric).update(state)
-        self._before_step = None
-        self.updates = []
-
-    def _forget_step(self) -> None:
-        """On other ranks where steps end, metrics stay as they were; what they took has been sent."""
-        if self._before_step is None:
-            return
-        self._put_back()
-        for collection in self._collections:  # here each of its metrics has to be heard of every time
-            if collection._enable_compute_groups is True:
-                collection._groups_checked = False
-                collection._init_compute_groups()
+    def take(self, updates: Sequence[Update]) -> None:
+        """On the rank of the loss: what other ranks' micro-batches updated, see `MetricReplay`."""
+        assert self.replay is not None
+        self.replay.run(updates, {watched.name: watched for watched in self._watched.values()})
 
     def resets(self, watched: _Watched) -> None:
         """A metric is going to be reset.
@@ -263,20 +215,19 @@ class StepMetrics:
         Raises:
             ValueError: the step itself resets it, and steps end on several ranks.
         """
-        watched.resets += not self.in_step
-        if self.in_step:
-            self._keep(watched)
-            if self._before_step is not None and self._undo is None and not _inside_forward():
-                raise ValueError(
-                    f"The step resets metric `{watched.name}`, which with a schedule of two directions would forget"
-                    " some micro-batches and keep others. Reset it in a hook, or use a schedule of one direction."
-                )
+        if not self.in_step:
+            watched.resets += 1
+            return
+        self._keep(watched)
+        if self.replay is not None and self._undo is None:
+            self.replay.refuse_reset(watched.name)
 
     def _keep(self, watched: _Watched) -> None:
         """Remember what a metric is before it changes, as long as that may be undone."""
-        for kept in (self._undo, self._before_step):
-            if kept is not None and watched not in kept:  # a metric's own hash changes with its state
-                kept[watched] = _state_of(watched.metric)
+        if self._undo is not None and watched not in self._undo:
+            self._undo[watched] = state_of(watched.metric)
+        if self.replay is not None:
+            self.replay.keep(watched)
 
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
@@ -303,14 +254,10 @@ class StepMetrics:
             of_batch = not metric._should_unsync  # inside a forward, the update of the batch alone
             if self.ends_steps and self._undo is None and of_batch:
                 watched.arguments = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        if self._before_step is not None and self._undo is None and self._depth == 0 and _counts(metric):
-            taken = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            self.updates.append(Update(self.microbatch, watched.name, *taken))
-        self._depth += 1  # a metric made of others updates them
-        try:
+        if self.replay is None:
             watched.before["update"](*args, **kwargs)
-        finally:
-            self._depth -= 1
+        else:
+            self.replay.update(watched, self._undo is None, args, kwargs)
 
     def compute(self, watched: _Watched, *args: Any, **kwargs: Any) -> Any:
         """`metric.compute`: local inside a step and inside a forward, otherwise the loss stage's."""
@@ -455,29 +402,6 @@ class StepMetrics:
 
 def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     return [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
-
-
-def _counts(metric: Metric) -> bool:
-    """Whether an update lasts: of the two that some metrics' forwards make, the second is of the batch alone."""
-    twice = metric.full_state_update or metric.full_state_update is None or metric.dist_sync_on_step
-    return metric._should_unsync or not twice
-
-
-def _inside_forward() -> bool:
-    """Whether torchmetrics' own forward is what called."""
-    frame = sys._getframe(2)
-    while frame is not None and ("torchmetrics" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
-        if frame.f_code.co_name.startswith("_forward_"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _state_of(metric: Metric) -> dict[str, Any]:
-    """A copy of what an update changes."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    state = {name: vars(metric)[name] for name in names}
-    return {k: v.clone() if isinstance(v, Tensor) else list(v) if isinstance(v, list) else v for k, v in state.items()}
 
 
 def _ordinary(cls: type[Metric]) -> Metric:

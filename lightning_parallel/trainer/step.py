@@ -121,7 +121,8 @@ class TrainerStep:
             directions.forwards_done()
             return
         own = {number: results[number] for number in ended_on(self.schedule, self.strategy.pipeline.row)}
-        directions.pack(Share(own, self.log.notes, self.metrics.updates, self._received()))
+        assert self.metrics.replay is not None
+        directions.pack(Share(own, self.log.notes, self.metrics.replay.updates, self._received()))
 
     def _join_directions(self, results: list[Any]) -> None:
         """After all actions: the rank of the loss takes what other ranks' micro-batches gave, and announces it."""
@@ -137,7 +138,7 @@ class TrainerStep:
                     results[number] = result
                 self.received |= share.received
             self.log.take([note for share in shares for note in share.notes])
-            self.metrics.replay([update for share in shares for update in share.updates])
+            self.metrics.take([update for share in shares for update in share.updates])
             if self.kind != "predict":
                 self._announce(results)
 
@@ -157,7 +158,9 @@ class TrainerStep:
         method = getattr(self.module, f"{self.kind}_step")
 
         def step() -> Any:
-            self.log.microbatch = self.metrics.microbatch = number
+            self.log.microbatch = number
+            if self.metrics.replay is not None:
+                self.metrics.replay.microbatch = number
             self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
             run = self.strategy.pipeline.cut.active
             cut_short = self.ends and run is not None and not run.is_last
