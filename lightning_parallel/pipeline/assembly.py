@@ -34,6 +34,12 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_seconds
 
+_FILLED = {  # by whether steps end on several ranks
+    False: "Steps run to their end on rank 0 only: what a hook computes from lists or counters that steps filled is"
+    " right there only.",
+    True: "With a schedule of two directions steps end on several ranks: what a hook computes from lists or counters"
+    " that steps filled is of a rank's own micro-batches.",
+}
 _DIFFERENT = {
     "batch": (
         "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank {first}). All stages need"
@@ -42,8 +48,7 @@ _DIFFERENT = {
     ),
     "logged": (
         "The ranks logged different values of {name!r} (rank {ranks} unlike rank {first}), so schedulers and callbacks"
-        " that watch it would part. Steps run to their end on rank 0 only: what a hook computes from lists or counters"
-        " that steps filled is right there only. Log it in the step, or use a torchmetrics object."
+        " that watch it would part. {why} Log it in the step, or use a torchmetrics object."
     ),
     "groups": (
         "The ranks added different parameters to {name} (rank {ranks} unlike rank {first}). Add the same on every rank;"
@@ -205,7 +210,7 @@ class Pipeline:
         for name, mine in everyone[0].items():
             others = [str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, mine) != mine]
             if others:
-                raise ValueError(_DIFFERENT[what].format(name=name, ranks=", ".join(others), first=ranks[0]))
+                raise ValueError(self._unlike(what, name, ", ".join(others)))
 
     def check_heard(self, what: str, mine: Mapping[str, Any], told: Mapping[str, Any]) -> None:
         """Does this rank hold what the loss stage told? Names that only one of them has are not compared.
@@ -215,7 +220,11 @@ class Pipeline:
         """
         for name, value in told.items():
             if repr(mine.get(name, value)) != repr(value):
-                raise ValueError(_DIFFERENT[what].format(name=name, ranks=self.rank, first=min(self.ranks)))
+                raise ValueError(self._unlike(what, name, str(self.rank)))
+
+    def _unlike(self, what: str, name: str, ranks: str) -> str:
+        why = _FILLED[self.both_ways]
+        return _DIFFERENT[what].format(name=name, ranks=ranks, first=min(self.ranks), why=why)
 
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.

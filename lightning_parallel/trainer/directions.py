@@ -102,6 +102,7 @@ class Directions:
             self._aside.wait_event(self._done)
         else:
             self._aside.wait_stream(main)
+        self._done = None
         with torch.cuda.stream(self._aside):
             yield
         main.wait_stream(self._aside)
