@@ -29,7 +29,8 @@ from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_sh
 from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
-from lightning_parallel.pipeline.replicas import GradientSums, compare, equalize_buffers
+from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
+from lightning_parallel.pipeline.replicas import GradientSums
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_seconds

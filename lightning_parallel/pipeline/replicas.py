@@ -9,19 +9,17 @@ section 3.2 (gradient synchronization as soon as the local gradients are there).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel.pipeline.buckets import buckets, views
-from lightning_parallel.pipeline.channel import Waiting, nobody_waits, to_bytes
+from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
-from lightning_parallel.pipeline.phantom import Phantom
 from lightning_parallel.pipeline.schedule import Schedule
 
 
@@ -125,6 +123,24 @@ class GradientSums:
                 gradients[entry.name] = total if count else None
         self._under_way.clear()
 
+    def equalize(self, ranks: Sequence[int]) -> None:
+        """Give every row the first one's `grad` of what they share: where averages over copies of the model were taken
+        in groups of their own, which may add up in another order.
+
+        Args:
+            ranks: the global rank of each row.
+        """
+        with self._waiting("the ranks that hold the same stage, to have one gradient"):
+            for share in self._shares:
+                if self._table.row in share.rows:
+                    parameters = [self._table.model.get_parameter(entry.name) for entry in share.entries]
+                    group = self._groups[tuple(sorted(share.rows))]
+                    for bucket in buckets([p.grad for p in parameters if p.grad is not None]):
+                        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                        dist.broadcast(flat, ranks[share.rows[0]], group=group)
+                        for gradient, value in zip(bucket, views(flat, bucket), strict=True):
+                            gradient.copy_(value)
+
     def _refuse_late(self, under_way: _Sum, gradients: Mapping[str, Tensor | None]) -> None:
         for entry, before, version in under_way.given:
             now = gradients.get(entry.name)
@@ -169,121 +185,3 @@ def plan(schedule: Schedule, shares: Sequence[Share], row: int) -> list[tuple[in
         for number, share in enumerate(shares)
     )  # fmt: skip
     return [(last(share, row)[1], share) for _, _, share in held if row in share.rows]
-
-
-def equalize_buffers(table: ParameterTable, ranks: Sequence[int], groups: Mapping[tuple[int, ...], Any]) -> None:
-    """Give every replica of a stage the first one's buffers, in place.
-
-    Args:
-        table: what this rank holds.
-        ranks: the global rank of each row.
-        groups: see `GradientSums`.
-    """
-    for _, _, rows, buffer in shared_buffers(table, all_of_them=True):
-        payload = to_bytes(buffer).clone()
-        dist.broadcast(payload, ranks[rows[0]], group=groups[tuple(sorted(rows))])
-        if not torch.equal(payload, to_bytes(buffer)):
-            buffer.copy_(payload.view(buffer.dtype).view(buffer.shape))
-
-
-# -- are they still equal? ---------------------------------------------------------------------------------------------
-
-
-Held = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]  # name, stages, rows
-
-
-def shared_parameters(table: ParameterTable) -> Iterator[Held]:
-    """This rank's parameters that other rows hold too."""
-    for entry, parameter in table.own():
-        if len(entry.rows) > 1:
-            yield f"Parameter `{entry.name}`", entry.stages, entry.rows, parameter
-
-
-def shared_buffers(table: ParameterTable, all_of_them: bool = False) -> Iterator[Held]:
-    """This rank's buffers that other rows hold too; those that are not persistent only if asked for."""
-    for unit in table.layout.units:
-        rows = table.rows_of_module(unit.name)
-        if table.row in rows and len(rows) > 1:
-            for name, buffer in real_buffers(table.model.get_submodule(unit.name), unit.name, all_of_them):
-                yield f"Buffer `{name}`", (unit.stage,), rows, buffer
-
-
-def real_buffers(module: nn.Module, prefix: str = "", all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Buffers without stand-ins; those that are not persistent only if asked for."""
-    for path, part in module.named_modules(prefix=prefix):
-        for leaf, buffer in part._buffers.items():
-            left_out = leaf in part._non_persistent_buffers_set and not all_of_them
-            if buffer is not None and not left_out and not isinstance(buffer, Phantom) and not buffer.is_meta:
-                yield f"{path}.{leaf}" if path else leaf, buffer
-
-
-def compare(
-    table: ParameterTable, ranks: Sequence[int], all_gather: Callable[[Any], list[Any]], when: str
-) -> None:  # fmt: skip
-    """Are the copies of what several ranks hold the same bits? Collective; `all_gather` in the order of global ranks.
-
-    Args:
-        table: the parameters.
-        ranks: the global rank of each row.
-        all_gather: gives every rank's object.
-        when: for the message, as in "before training batch 4".
-
-    Raises:
-        ValueError: they are not, naming what, its stage and the ranks.
-    """
-    everything = [*shared_parameters(table), *shared_buffers(table)]
-    held = [(name, stages, rows, fingerprint(tensor)) for name, stages, rows, tensor in everything]
-    prints = torch.stack([entry[3] for entry in held]).tolist() if held else []
-    mine = {name: (value, stages, rows) for (name, stages, rows, _), value in zip(held, prints, strict=True)}
-    by_rank = dict(zip(sorted(ranks), all_gather(mine), strict=True))
-    for name, (_, stages, rows) in mine.items():
-        first, *others = [ranks[row] for row in rows]
-        apart = [rank for rank in others if by_rank[rank][name][0] != by_rank[first][name][0]]
-        if apart:
-            raise ValueError(
-                f"{name} of stage {stages[0]} is no longer the same on all ranks that hold a replica of it: rank"
-                f" {', '.join(map(str, apart))} unlike rank {first}, found {when}. Something changed it on one rank"
-                " only. Change weights in hooks and callbacks alike on every rank (with random numbers from a generator"
-                " that is seeded alike), or use a schedule of one direction."
-            )
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes with the bits of a tensor, int64 on its device: rows weighed by their odd place, added up.
-
-    Example:
-        >>> a = torch.tensor([[1.0], [2.0]])
-        >>> fingerprint(a) == fingerprint(a.clone()), fingerprint(a) == fingerprint(a.flip(0))
-        (tensor(True), tensor(False))
-    """
-    flat = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    if not flat.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).flatten(1)
-    bits = flat.contiguous().view(_INTEGER[flat.element_size()]).sum(1, dtype=torch.int64)
-    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
-
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@contextmanager
-def buffers_unchanged(module: nn.Module) -> Iterator[None]:
-    """Around the micro-batches of a step: nothing may be written into a persistent buffer.
-
-    What a forward writes there one replica's micro-batches would write, and another replica would not see.
-
-    Raises:
-        ValueError: something was, naming the buffer.
-    """
-    before = [(name, fingerprint(buffer)) for name, buffer in real_buffers(module)]
-    yield
-    after = {name: fingerprint(buffer) for name, buffer in real_buffers(module)}
-    for name, was in before:
-        if name in after and not torch.equal(was, after[name]):
-            raise ValueError(
-                f"A step writes into buffer `{name}`, which each replica of a stage would do for its own micro-batches"
-                " alone. Use a schedule of one direction, such as 1f1b or zb_v, or register the buffer with"
-                " persistent=False if it is only a cache."
-            )

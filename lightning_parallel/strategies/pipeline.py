@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
-from lightning_parallel.pipeline.replicas import buffers_unchanged
+from lightning_parallel.pipeline.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
@@ -498,6 +498,8 @@ class PipelineStrategy(PipelineCheckpoints):
             torch._foreach_add_(into, added)
         if not self._accumulating:
             self.pipeline.data.average(self._trainable())
+            if self.pipeline.sums is not None and self.pipeline.data.size > 2:  # of two, both sums are the same
+                self.pipeline.sums.equalize(self.pipeline.ranks)
 
     def on_train_end(self) -> None:
         self._check_last_logged()

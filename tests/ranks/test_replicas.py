@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.partition import lay_out
-from lightning_parallel.pipeline.replicas import GradientSums, compare, plan, shares_of
+from lightning_parallel.pipeline.replica_check import compare
+from lightning_parallel.pipeline.replicas import GradientSums, plan, shares_of
 from lightning_parallel.pipeline.schedules import make
 from tests.harness import run_ranks
 
