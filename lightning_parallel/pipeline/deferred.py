@@ -6,7 +6,7 @@ told of what waits, too: it is kept in the same way, from the forward until W.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ class Deferred:
     def __init__(self, roots: Sequence[Any], graphs: SharedGraphs | None) -> None:
         self._graphs, self._roots, self._slots = graphs, roots, list[Any]()
         self._plan: Plan | None = plan(roots)
-        self._noted = _note(p.factor for p in self._plan.products if isinstance(p.factor, Tensor))
+        self._noted: list[Any] = []  # what hooks on saved tensors made of what waits
+        self._pack = _hook_on_saved_tensors()
+        if self._pack is not None:
+            for product in self._plan.products:
+                product.factor = self._note_factor(product.factor)
 
     def backward(self, gradients: Sequence[Tensor]) -> None:
         """I: all gradients but those that wait."""
@@ -38,7 +42,8 @@ class Deferred:
         else:
             with self._graphs.leaving_weights() as self._slots:
                 self._weights = backward_inputs(roots, gradients, prepared)
-        self._noted += _note(self._weights.tensors())
+        if self._pack is not None:
+            self._noted += map(self._pack, self._weights.tensors())
 
     def run(self) -> None:
         """W: those that waited. They are added within the product's own kernel where that can be."""
@@ -47,8 +52,19 @@ class Deferred:
             slot.weights()
         self._noted = []
 
+    def _note_factor(self, factor: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Read a factor within the backward, before the node lets go of it, and note it."""
 
-def _note(tensors: Iterable[Tensor]) -> list[Any]:
-    """What the hooks on saved tensors make of these, to be held as long as they wait; nothing without such hooks."""
+        def read() -> Tensor:
+            tensor = factor if isinstance(factor, Tensor) else factor()
+            assert self._pack is not None
+            self._noted.append(self._pack(tensor))
+            return tensor
+
+        return read
+
+
+def _hook_on_saved_tensors() -> Callable[[Tensor], Any] | None:
+    """What is called with every tensor that autograd saves, if there is such a hook."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return [] if hooks is None else [hooks[0](tensor) for tensor in tensors]
+    return None if hooks is None else hooks[0]
