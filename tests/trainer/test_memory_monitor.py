@@ -85,7 +85,7 @@ def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatch
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
 def test_between_i_and_w_only_the_factors_of_products_stay(schedule):
-    """Of what a stage saves, W needs the inputs of its linear layers: what came in (but for the batch) and one Tanh's."""
+    """Of what a stage saves, W needs the inputs of its linear layers: what came in (not the batch), a Tanh's output."""
     reading = on_stages(watched(schedule=schedule), 4)[0].extra
     rows, per_microbatch = 2, saved_by_hand(2)
     factors = [rows * ROW, 2 * rows * ROW, 2 * rows * ROW, 2 * rows * ROW]
