@@ -53,5 +53,5 @@ def test_parity_of_named_schedules(num_ranks: int):
     names = NAMED if num_ranks == 2 else ["interleaved_1f1b:v=3", "zb_1p", "zb_v", "v_half", "v_min"]
     reference = one_process(case)
     cases = [case.but({"schedule": name}) for name in names]
-    for name, records in zip(names, many_on_stages(cases, num_ranks, timeout=100.0), strict=True):
+    for _name, records in zip(names, many_on_stages(cases, num_ranks, timeout=100.0), strict=True):
         assert_same(records, reference, leave_out=KEY_BIAS)
