@@ -54,7 +54,7 @@ def repeat(batch: dict[str, Tensor], steps: int) -> DataLoader:
 
 
 class Peak(Callback):
-    """Peak memory of our last step above what was allocated when it began, bytes; CUDA graphs hold theirs all the time."""
+    """Peak memory of our last step above what was allocated when it began, bytes."""
 
     def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step == trainer.max_steps - 1:
