@@ -186,8 +186,8 @@ def losses_of(folder: str, precision: str = "32", save: bool = False, **options:
     def run(steps: int) -> Trainer:
         strategy = PipelineStrategy(**{"num_microbatches": 4, "check_loss": False, **options})
         return Trainer(
-            accelerator="cuda", devices=int(os.environ["WORLD_SIZE"]), precision=precision, max_steps=steps, max_epochs=-1,
-            strategy=strategy, callbacks=[losses, memory], use_distributed_sampler=False, **quiet,
+            accelerator="cuda", devices=int(os.environ["WORLD_SIZE"]), precision=precision, max_steps=steps,
+            max_epochs=-1, strategy=strategy, callbacks=[losses, memory], use_distributed_sampler=False, **quiet,
         )  # fmt: skip
 
     data = DataLoader([{"input_ids": tokens}] * 4, batch_size=None)
