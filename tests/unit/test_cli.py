@@ -33,7 +33,17 @@ def printed_config(capsys, *arguments: str) -> dict:
 def test_help_lists_commands_strategies_strings_and_callbacks(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("fit", "validate", "test", "predict", "schedule", "PipelineStrategy", "BubbleMonitor", "GPT"):
+    for name in (
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "schedule",
+        "memory",
+        "PipelineStrategy",
+        "BubbleMonitor",
+        "GPT",
+    ):
         assert name in text
     assert STRINGS in text
 
@@ -47,7 +57,7 @@ def test_misspelt_command(capsys):
     assert cli.main(["fti"]) == 2
     assert capsys.readouterr().err == (
         "lightning-parallel: there is no command 'fti'. Did you mean 'fit'? "
-        "Commands: fit, validate, test, predict, consolidate, schedule.\n"
+        "Commands: fit, validate, test, predict, consolidate, schedule, memory.\n"
     )
 
 
