@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import PipelineStrategy
+    from lightning_parallel.strategies import PipelineStrategy, ZeROStrategy
 
 __version__ = "0.1.0.dev0"
 
@@ -31,6 +31,7 @@ _HOMES = {
     "StageError": "errors",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
+    "ZeROStrategy": "strategies",
     "load_weights": "checkpoint",
     "make_schedule": "pipeline.schedules:make",
     "simulate": "pipeline.simulator",
@@ -46,6 +47,7 @@ __all__ = [
     "StageError",
     "Timeline",
     "TimelineExporter",
+    "ZeROStrategy",
     "load_weights",
     "make_schedule",
     "simulate",

@@ -7,8 +7,10 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.zero import ZeROStrategy
 
 STRINGS: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
+ZERO_STRINGS: dict[str, dict[str, Any]] = {f"zero_{stage}": {"stage": stage} for stage in (1, 2)}
 
 
 def register() -> None:
@@ -17,6 +19,10 @@ def register() -> None:
         if string not in StrategyRegistry:
             description = f"PipelineStrategy with schedule {arguments['schedule']}"
             StrategyRegistry.register(string, PipelineStrategy, description=description, **arguments)
+    for string, arguments in ZERO_STRINGS.items():
+        if string not in StrategyRegistry:
+            description = f"ZeROStrategy, stage {arguments['stage']}"
+            StrategyRegistry.register(string, ZeROStrategy, description=description, **arguments)
 
 
 register()

@@ -202,6 +202,11 @@ class Bucket:
             parameter.data = parameter.data.clone()
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
+        for segment in (s for s in self.segments if s is not None):
+            segment.data = segment.data.cpu()
+        if self.flat.device.type != "cpu":
+            self.flat = self.own = self.updated = self.flat.new_empty(0)
+        self.gradients, self._views = None, []
 
     def _adopt(self) -> None:
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):

@@ -94,6 +94,10 @@ class Partition:
         """The number of a parameter's bucket, and its own in the bucket."""
         return self._slots[parameter]
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer has the parameter, so that it lies in a bucket."""
+        return parameter in self._slots
+
     def segment(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What this rank's optimizer updates of a parameter, 1-D; None where this rank owns nothing of it."""
         bucket, index = self._slots[parameter]
@@ -130,7 +134,7 @@ class Partition:
         new = sorted(dict.fromkeys(new), key=order.__getitem__, reverse=True)  # as a backward comes by
         self._agree(f"group {len(groups) - 1} of {type(optimizer).__name__}", [names[p] for p in new])
         self._fill(new)
-        self._sharded(optimizer).cut_states()
+        self.sharded(optimizer).cut_states()
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
         """New buckets: what trains apart from what does not, dtype by dtype."""
@@ -150,7 +154,8 @@ class Partition:
         self.buckets += made
         self.reducer.add(made)
 
-    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """What updates this rank's part of an optimizer's parameters."""
         return next(sharded for sharded in self.optimizers if sharded.optimizer is optimizer)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ class Partition:
             bucket.refresh()
 
     def release(self) -> None:
-        """Leave the module and its optimizers as they would be without ZeRO, but for the optimizers' states."""
+        """Leave module and optimizers as they were without ZeRO; states stay those of segments, which can be saved."""
         self.reducer.detach()
         for sharded in self.optimizers:
             sharded.release()

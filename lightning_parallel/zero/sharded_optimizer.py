@@ -71,6 +71,18 @@ class ShardedOptimizer:
                 cut = self.partition.cut(parameter, state or {})
                 self.optimizer.state.setdefault(segment, {}).update(cut)
 
+    @contextmanager
+    def segments(self) -> Iterator[None]:
+        """The groups hold this rank's segments of all parameters; afterwards the parameters, also of new groups."""
+        given = [group["params"] for group in self.optimizer.param_groups]
+        for group, params in zip(self.optimizer.param_groups, given, strict=True):
+            group["params"] = [s for s in map(self.partition.segment, params) if s is not None]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.optimizer.param_groups, given, strict=True):
+                group["params"] = params
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -88,7 +100,7 @@ class ShardedOptimizer:
             self.partition.reducer.catch_up()
         works = []
         for buckets in self._portions():
-            with self._segments(buckets):
+            with self._segments_of(buckets):
                 self._step(**kwargs)
             works += [bucket.gather(self.partition.traffic) for bucket in buckets if _has_gradients(bucket)]
         with self.partition.waiting("the other ranks' parameters"):
@@ -109,7 +121,7 @@ class ShardedOptimizer:
             yield portion
 
     @contextmanager
-    def _segments(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+    def _segments_of(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """The groups hold segments of these buckets with their gradients; afterwards they are as before."""
         given = [group["params"] for group in self.optimizer.param_groups]
         chosen = {id(parameter) for bucket in buckets for parameter in bucket.parameters}

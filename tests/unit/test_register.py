@@ -10,8 +10,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_parallel
 
-STRINGS = ["pipeline_1f1b", "pipeline_gpipe", "pipeline_naive"]
-ASK = "from lightning.pytorch.strategies import StrategyRegistry as R; print(sorted(n for n in R if 'pipeline' in n))"
+STRINGS = ["pipeline_1f1b", "pipeline_gpipe", "pipeline_naive", "zero_1", "zero_2"]
+OURS = ("pipeline", "zero")
+LIST = f"print([name for name in sorted(R) if name.startswith({OURS})])"
+ASK = f"from lightning.pytorch.strategies import StrategyRegistry as R; {LIST}"
 
 
 def printed(code: str) -> list[str]:
@@ -21,7 +23,7 @@ def printed(code: str) -> list[str]:
 
 def test_strings_are_registered_where_lightning_came_first():
     assert lightning_parallel
-    assert [name for name in sorted(StrategyRegistry) if "pipeline" in name] == STRINGS
+    assert [name for name in sorted(StrategyRegistry) if name.startswith(OURS)] == STRINGS
 
 
 def test_strings_are_registered_where_we_came_first_and_the_hook_leaves():
