@@ -10,7 +10,7 @@ from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.zero import ZeROStrategy
 
 STRINGS: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in ("gpipe", "1f1b", "naive")}
-ZERO_STRINGS: dict[str, dict[str, Any]] = {f"zero_{stage}": {"stage": stage} for stage in (1, 2)}
+ZERO_STRINGS: dict[str, dict[str, Any]] = {f"zero_{stage}": {"stage": stage} for stage in (1, 2, 3)}
 
 
 def register() -> None:

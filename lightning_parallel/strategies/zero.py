@@ -6,7 +6,7 @@ The one idea: the module trains as under DDP, step for step; what ranks divide i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,16 +21,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.failure.watch import Patience
+from lightning_parallel.strategies.arguments import all_are
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.holders import hold_whole_states, model_copies
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Engine = Literal["native"]
+Engine = Literal["native", "fsdp2"]
+_HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class ZeROStrategy(MeshStrategy):
@@ -41,12 +45,15 @@ class ZeROStrategy(MeshStrategy):
     move as much as DDP, stage 3 half as much again.
 
     Args:
-        stage: 1 divides optimizer states, 2 gradients too.
-        engine: "native", flat buckets.
-        bucket_mb: megabytes of gradients that are reduced at a time.
+        stage: 1 divides optimizer states, 2 gradients too, 3 parameters too.
+        engine: "native" for stages 1 and 2, flat buckets of this library; "fsdp2" for stages 2 and 3, PyTorch's
+            `fully_shard`. Default is native where it can.
+        bucket_mb: native: megabytes of gradients that are reduced at a time.
+        blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a
+            container, or names of blocks.
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
-        offload: keep optimizer states (and 32-bit copies) in the host's memory, and update there.
+        offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
         broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
@@ -65,8 +72,9 @@ class ZeROStrategy(MeshStrategy):
     def __init__(
         self,
         stage: int = 2,
-        engine: Engine = "native",
+        engine: Engine | None = None,
         bucket_mb: float = 32.0,
+        blocks: str | Sequence[str] = "auto",
         master_weights: bool = True,
         offload: bool = False,
         broadcast_buffers: bool = True,
@@ -76,15 +84,19 @@ class ZeROStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        _refuse(stage=(stage, stage in (1, 2), "1 or 2"))
-        _refuse(engine=(engine, engine == "native", '"native"'))
+        _refuse(stage=(stage, stage in (1, 2, 3), "1, 2 or 3"))
+        engine = engine or ("fsdp2" if stage == 3 else "native")
+        engines = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}[stage]
+        words = " or ".join(f'"{name}"' for name in engines)
+        _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
+        _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
         _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
         switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
         _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
-        self.broadcast_buffers = broadcast_buffers
-        self._engine: NativeEngine | None = None
+        self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
+        self._engine: NativeEngine | ShardedEngine | None = None
         self._masters: Mapping[str, Tensor] = {}
         self._control: Any = None
 
@@ -92,7 +104,7 @@ class ZeROStrategy(MeshStrategy):
         return {"data": self.world_size}
 
     @property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> NativeEngine | ShardedEngine:
         """What divides the model's states; it exists in `fit`, and after it for saving."""
         assert self._engine is not None, "the engine exists after setup"
         return self._engine
@@ -104,14 +116,16 @@ class ZeROStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self.model_to_device()
         self._engine = None
         self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()
+        if self.engine_name == "fsdp2":
+            self._engine = self._shard(trainer)
+        self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING and not self.offload:
+        if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -120,19 +134,44 @@ class ZeROStrategy(MeshStrategy):
         assert self.lightning_module is not None
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, type(self).__name__)
-        partition = Partition(
-            self.lightning_module, self.optimizers, Ranks(self.global_rank, self.world_size), self._options(),
-            control=self._control, waiting=self.blocked, agree=self._agree,
-        )  # fmt: skip
-        self._engine = NativeEngine(partition, self.broadcast_buffers)
-        if self._masters:
-            self._engine.load_masters(self._masters)
-            self._masters = {}
+        if self.engine_name == "native":
+            partition = Partition(
+                self.lightning_module, self.optimizers, Ranks(self.global_rank, self.world_size), self._options(),
+                control=self._control, waiting=self.blocked, agree=self._agree,
+            )  # fmt: skip
+            self._engine = NativeEngine(partition, self.broadcast_buffers)
+        self.engine.load_masters(self._masters)
+        self._masters = {}
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None
         return Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, offload)
+
+    def _shard(self, trainer: Trainer) -> ShardedEngine:
+        """Shard the module, and copies of it that callbacks hold."""
+        module = self.lightning_module
+        assert module is not None
+        if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):
+            raise ValueError(
+                'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
+                " process a part. Leave log_graph out, and log the graph in one process."
+            )
+        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        for loop in [*loops, trainer.predict_loop]:
+            loop.inference_mode = False  # parameters that are gathered under it could not be trained
+        # Under autocast operations choose their precision, as under DDP; parameters are gathered as they are.
+        half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
+        options = ShardOptions(
+            self.zero_stage, self.blocks, compute=half, master=self.master_weights and half is not None,
+            offload=self.offload, whole_module=module.automatic_optimization,
+        )  # fmt: skip
+        copies = model_copies(trainer, module)
+        engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
+        engine.broadcast_buffers = self.broadcast_buffers
+        for copied in copies:
+            hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
+        return engine
 
     def _agree(self, what: str, names: Any) -> None:
         """Raise unless all ranks put the same parameters into a group."""
@@ -148,17 +187,22 @@ class ZeROStrategy(MeshStrategy):
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.to_device()
+        else:
+            self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         failed = self.failed
+        if self._engine is not None and self.watch is not None and not failed:
+            with self.blocked("the other ranks at the end of the run"):
+                self._engine.keep_states(self.optimizers)
+                self._engine.release()
         super().teardown()
         self._control = None
         if failed or self.lightning_module is None:
             return
-        if self._engine is not None:
-            self._engine.release()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.lightning_module.to("cpu")
 
@@ -206,11 +250,11 @@ class ZeROStrategy(MeshStrategy):
         return parts
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, on every rank."""
+        """The whole model's state, at least on global rank 0; all ranks call it."""
         assert self.lightning_module is not None
         if self._engine is None:
             return super().lightning_module_state_dict()
-        return self.engine.model_state(self.lightning_module, self.is_global_zero)
+        return self.engine.model_state(self.lightning_module, self._gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""

@@ -99,11 +99,17 @@ def total_norm(gradients: Sequence[Tensor], order: float, group: Any) -> Tensor:
         order: of the norm, as 2.0 or infinity.
         group: the ranks among which sharded ones are divided.
     """
-    sharded = [g.local for g in gradients if isinstance(g, ShardedGradient) and g.local.numel()]
+    sharded = [g.local for g in gradients if isinstance(g, ShardedGradient)]
     whole = [g for g in gradients if not isinstance(g, ShardedGradient)]
-    device = gradients[0].device
-    parts = [_norm_of_parts(parts, order, device) for parts in (sharded, whole)]
-    if any(isinstance(g, ShardedGradient) for g in gradients):
+    return joined_norm(sharded, whole, order, group, gradients[0].device)
+
+
+def joined_norm(
+    sharded: Sequence[Tensor], whole: Sequence[Tensor], order: float, group: Any, device: torch.device
+) -> Tensor:
+    """The norm of this rank's parts of sharded tensors and the others' parts, and of whole ones, on a device."""
+    parts = [_norm_of_parts([p for p in parts if p.numel()], order, device) for parts in (sharded, whole)]
+    if sharded:  # the same on all ranks, though a part may be empty
         parts[0] = _join_norms(parts[0], order, group)
     return torch.linalg.vector_norm(torch.stack(parts), order)
 
@@ -113,7 +119,7 @@ def _norm_of_parts(parts: Sequence[Tensor], order: float, device: torch.device) 
         return torch.zeros((), device=device)
     dtype = torch.promote_types(torch.float32, parts[0].dtype)
     norms = torch._foreach_norm([part.detach() for part in parts], order, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(norms), order)
+    return torch.linalg.vector_norm(torch.stack(norms), order).to(device)
 
 
 def _join_norms(norm: Tensor, order: float, group: Any) -> Tensor:

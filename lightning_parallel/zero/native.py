@@ -71,10 +71,10 @@ class NativeEngine:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def model_state(self, module: nn.Module, first: bool) -> dict[str, Any]:
-        """The whole model's state; on the first rank with memory of its own, which a file may be made of."""
+    def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
+        """The whole model's state; on the first rank in memory of its own, which a file may be made of."""
         state = module.state_dict()
-        if not first:
+        if self.partition.ranks.rank:
             return state
         return {name: _own_memory(value) for name, value in state.items()}
 
@@ -105,6 +105,9 @@ class NativeEngine:
         if parts is None:
             return {}
         return {MASTERS: {name: fields["master"] for name, fields in join_pieces(parts).items()}}
+
+    def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before the ranks part: what may be saved afterwards. It stays where it is."""
 
     def release(self) -> None:
         """Give module and optimizers back."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_parallel.zero.partition import Partition, is_by_element
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -44,13 +45,13 @@ def full_optimizer_state(optimizer: ShardedOptimizer, gather: Gather) -> dict[st
     parts = gather(own_pieces(optimizer))
     if parts is None:
         return {}
-    return {"state": join_pieces(parts), "param_groups": groups_of(optimizer)}
+    return {"state": join_pieces(parts), "param_groups": numbered_groups(optimizer.optimizer)}
 
 
-def groups_of(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def numbered_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups with parameters by number, as its state dict has them."""
     groups, count = [], 0
-    for group in optimizer.optimizer.param_groups:
+    for group in optimizer.param_groups:
         size = len(group["params"])
         rest = {key: value for key, value in group.items() if key != "params"}
         groups.append({**rest, "params": list(range(count, count + size))})
@@ -86,13 +87,7 @@ def load_optimizer_state(optimizer: ShardedOptimizer, state: Mapping[str, Any]) 
     Raises:
         ValueError: its groups have other sizes than this optimizer's.
     """
-    sizes, own = ([len(group["params"]) for group in groups] for groups in (
-        state["param_groups"], optimizer.optimizer.param_groups))  # fmt: skip
-    if sizes != own:
-        raise ValueError(
-            f"The checkpoint's {type(optimizer.optimizer).__name__} has parameter groups of sizes {sizes}, this run's"
-            f" has {own}. Resume with the optimizer that saved it."
-        )
+    refuse_groups(optimizer.optimizer, state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     pairs = zip(numbers, optimizer.parameters, strict=True)
     cuts = {p: optimizer.partition.cut(p, state["state"][number]) for number, p in pairs if number in state["state"]}
@@ -106,6 +101,21 @@ def load_optimizer_state(optimizer: ShardedOptimizer, state: Mapping[str, Any]) 
         count += len(held)
     with optimizer.segments():
         optimizer.optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+
+def refuse_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise for a state dict of an optimizer with other groups.
+
+    Raises:
+        ValueError: its groups have other sizes than this optimizer's.
+    """
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has parameter groups of sizes {sizes}, this run's has {own}."
+            " Resume with the optimizer that saved it."
+        )
 
 
 def own_masters(partition: Partition) -> dict[str, dict[str, Any]]:

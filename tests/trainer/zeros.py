@@ -17,7 +17,7 @@ from tests.harness import free_port, run_ranks
 from tests.trainer.modules import row_dataset
 from tests.trainer.pipelines import Recorder, join_as_torchrun, make_trainer
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)

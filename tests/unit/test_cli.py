@@ -12,7 +12,7 @@ from lightning_parallel import cli
 from lightning_parallel.cli.trainer_cli import explain
 
 RUN = ["fit", "--model", "DigitsClassifier", "--data", "DigitsDataModule"]
-STRINGS = "pipeline_1f1b, pipeline_gpipe, pipeline_naive, zero_1, zero_2"
+STRINGS = "pipeline_1f1b, pipeline_gpipe, pipeline_naive, zero_1, zero_2, zero_3"
 
 
 def answer(capsys, *arguments: str) -> str:

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_parallel
 
-STRINGS = ["pipeline_1f1b", "pipeline_gpipe", "pipeline_naive", "zero_1", "zero_2"]
+STRINGS = ["pipeline_1f1b", "pipeline_gpipe", "pipeline_naive", "zero_1", "zero_2", "zero_3"]
 OURS = ("pipeline", "zero")
 LIST = f"print([name for name in sorted(R) if name.startswith({OURS})])"
 ASK = f"from lightning.pytorch.strategies import StrategyRegistry as R; {LIST}"

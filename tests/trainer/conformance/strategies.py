@@ -123,10 +123,24 @@ ZERO: dict[str, Any] = {
         "batch_size_finder": "The Batch size finder is not supported with distributed strategies.",
     },
 }
+ZERO_3: dict[str, Any] = {
+    **ZERO,
+    "refuses": {
+        **ZERO["refuses"],
+        "graph_of_the_model": (
+            'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
+            " process a part. Leave log_graph out, and log the graph in one process."
+        ),
+        # PyTorch's own words for a sharded tensor that meets a whole one, or is read.
+        "norms_of_all_gradients": "but its data is not allocated yet",
+        "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
+    },
+}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True),
     Entry("zero_1", 2, **ZERO, core=True),
     Entry("zero_2", 2, **ZERO),
+    Entry("zero_3", 2, **ZERO_3, core=True),
 )
