@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor, TimelineExporter
+    from lightning_parallel.callbacks import BubbleMonitor, CommunicationMonitor, MemoryMonitor, TimelineExporter
     from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
@@ -24,6 +24,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Action": "pipeline.schedule",
     "BubbleMonitor": "callbacks",
+    "CommunicationMonitor": "callbacks",
     "Costs": "pipeline.simulator",
     "MemoryMonitor": "callbacks",
     "PipelineStrategy": "strategies",
@@ -40,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Action",
     "BubbleMonitor",
+    "CommunicationMonitor",
     "Costs",
     "MemoryMonitor",
     "PipelineStrategy",

@@ -29,6 +29,7 @@ from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.promise import ModelStates
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -108,6 +109,14 @@ class ZeROStrategy(MeshStrategy):
         """What divides the model's states; it exists in `fit`, and after it for saving."""
         assert self._engine is not None, "the engine exists after setup"
         return self._engine
+
+    def model_states(self) -> ModelStates:
+        """What the stage promises this rank in bytes, for callbacks; once an optimizer has stepped."""
+        return self.engine.model_states(self.optimizers)
+
+    def group_names(self) -> dict[int, str]:
+        """What the process groups are for, for callbacks: by their identity."""
+        return {id(self._control): "host", id(self._sigterm_group): "host"}
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 

@@ -131,6 +131,25 @@ def volume_by_collective(stage: int) -> dict[str, int]:
     return {"reduce_scatter": 1, "all_gather": 2 if stage == 3 else 1}
 
 
+def volume_of_step(stage: int, backwards: int = 1) -> dict[str, int]:
+    """Elements moved in a step of several micro-batches, in P, by collective.
+
+    Gradients that are divided have to be reduced after every backward, and divided parameters gathered for it; stage 1
+    keeps whole gradients and reduces them once.
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        backwards: micro-batches whose gradients one step of the optimizer takes.
+
+    Example:
+        >>> [sum(volume_of_step(stage, 4).values()) for stage in (0, 1, 2, 3)]
+        [2, 2, 5, 12]
+    """
+    volume = volume_by_collective(stage)
+    times = {"reduce_scatter": backwards if stage >= 2 else 1, "all_gather": backwards if stage == 3 else 1}
+    return {collective: moved * times.get(collective, 1) for collective, moved in volume.items()}
+
+
 def checkpoint_share(sequence: int, hidden: int, blocks: int) -> Fraction:
     """Elements that partitioned activation checkpoints add to what Megatron's tensor parallelism moves, as a share.
 

@@ -63,9 +63,11 @@ class Bucket:
         self.flat = first.detach().new_zeros(self.layout.numel)
         self._adopt()
         self.own = self._part_of(self.flat)
-        dtype = torch.promote_types(first.dtype, torch.float32) if master else first.dtype
-        self.updated = self.own if dtype == first.dtype and offload is None else self.own.to(offload, dtype, copy=True)
         self.places = [self._place(i) for i in range(len(parameters))]
+        dtype = torch.promote_types(first.dtype, torch.float32) if master else first.dtype
+        as_it_is = dtype == first.dtype and offload is None
+        owns_nothing = not any(k for _, k in self.places)
+        self.updated = self.own if as_it_is or owns_nothing else self.own.to(offload, dtype, copy=True)
         self.segments = [nn.Parameter(self.updated[at : at + k]) if k else None for at, k in self.places]
         self.gradients: Tensor | None = None  # stage 1: whole, in this layout
         self._views: list[Tensor] = []

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Newer versions of PyTorch have other names for both.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Newer versions of PyTorch have other names for both. They are looked up when called: measurements replace them.
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 @dataclass
@@ -49,9 +49,9 @@ def reduce_scatter_mean(out: Tensor, whole: Tensor, group: Any, traffic: Traffic
     """
     traffic.note("reduce_scatter", whole.nbytes)
     if whole.device.type == "cuda":
-        return _reduce_scatter(out, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+        return getattr(dist, _REDUCE_SCATTER)(out, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
     whole.div_(dist.get_world_size(group))  # before the sum, as DistributedDataParallel does
-    return _reduce_scatter(out, whole, group=group, async_op=True)
+    return getattr(dist, _REDUCE_SCATTER)(out, whole, group=group, async_op=True)
 
 
 def all_gather_parts(whole: Tensor, part: Tensor, group: Any, traffic: Traffic) -> Any:
@@ -61,7 +61,7 @@ def all_gather_parts(whole: Tensor, part: Tensor, group: Any, traffic: Traffic) 
         What to `wait` for.
     """
     traffic.note("all_gather", whole.nbytes)
-    return _all_gather(whole, part, group=group, async_op=True)
+    return getattr(dist, _ALL_GATHER)(whole, part, group=group, async_op=True)
 
 
 def average(tensor: Tensor, group: Any, traffic: Traffic) -> None:

@@ -18,11 +18,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.gradient import joined_norm
 from lightning_parallel.zero.native import MASTERS
+from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
 from lightning_parallel.zero.sharding import Sharding
-from lightning_parallel.zero.shards import cut_like, find_blocks, keep_dtype, local_of, piece_of, wrap_like, write_whole
+from lightning_parallel.zero.shards import (
+    cut_like,
+    find_blocks,
+    keep_dtype,
+    local_of,
+    padded_numel,
+    piece_of,
+    wrap_like,
+    write_whole,
+)
 from lightning_parallel.zero.state import Gather, join_pieces, numbered_groups, refuse_groups
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -184,6 +195,30 @@ class ShardedEngine:
         named = self.module.named_parameters()
         wider = {name: p for name, p in named if isinstance(p, DTensor) and p.dtype != self.dtypes.get(name)}
         return {name: {"value": piece_of(p)} for name, p in wider.items()}
+
+    def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
+        """What the paper promises this rank in stage 3, and what shards of whole rows add; collective.
+
+        Parameters are those of the optimizer: where it updates 32 bits there is no copy beside them. Moved are the
+        bytes that blocks compute with. (Between steps FSDP2's stage 2 holds no more than its stage 3.)
+        """
+        sharded = [p for p in self.module.parameters() if isinstance(p, DTensor)]
+        trained = [p for p in sharded if p.requires_grad]
+        size, ranks = trained[0].element_size(), self.mesh.size()
+        parameters, padded = sum(p.numel() for p in trained), sum(padded_numel(p) for p in trained)
+        states = (
+            (local_of(p), {k: local_of(v) if isinstance(v, Tensor) else v for k, v in o.state[p].items()})
+            for o in optimizers for p in o.state
+        )  # fmt: skip
+        by_element, counters = state_sizes(states)
+        [by_element] = most_of_ranks([by_element], self.control)
+        moved = size if self.options.compute is None else torch.empty(0, dtype=self.options.compute).element_size()
+        return promise(
+            3, ranks, parameters, StateBytes(size, size, by_element), moved,
+            held={"parameters": padded, "gradients": padded, "copy": 0}, copy_bytes=0,
+            owned=sum(p.to_local().numel() for p in trained), counters=counters,
+            frozen=sum(padded_numel(p) * p.element_size() for p in sharded if not p.requires_grad),
+        )  # fmt: skip
 
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards."""

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.collectives import broadcast_together
 from lightning_parallel.zero.gradient import total_norm
 from lightning_parallel.zero.partition import Partition
+from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
 from lightning_parallel.zero.state import (
     Gather,
     full_optimizer_state,
@@ -105,6 +107,27 @@ class NativeEngine:
         if parts is None:
             return {}
         return {MASTERS: {name: fields["master"] for name, fields in join_pieces(parts).items()}}
+
+    def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
+        """What the paper promises this rank, and what the buckets add; all ranks call it, after an optimizer's step."""
+        partition = self.partition
+        buckets = [b for b in partition.buckets if b.expected]
+        layouts, ranks = [b.layout for b in buckets], partition.ranks
+        first = buckets[0].parameters[0].element_size()
+        parameters = sum(sum(layout.numels) for layout in layouts)
+        parts = sum(layout.part for layout in layouts)
+        stage, whole = partition.options.stage, parts * ranks.size
+        by_element, counters = state_sizes((s, state) for o in optimizers for s, state in o.state.items())
+        copied = max(bucket.updated.element_size() if bucket.has_copy else 0 for bucket in buckets)
+        by_element, copied = most_of_ranks([by_element, copied], partition.control)
+        copies = sum(bucket.layout.part for bucket in buckets if bucket.has_copy)
+        trained = {p for bucket in buckets for p in bucket.parameters}
+        return promise(
+            stage, ranks.size, parameters, StateBytes(first, first, copied + by_element), first,
+            held={"parameters": whole, "gradients": parts if stage >= 2 else whole, "copy": copies}, copy_bytes=copied,
+            owned=sum(k for bucket in buckets for _, k in bucket.places), counters=counters,
+            frozen=sum(p.nbytes for p in partition.module.parameters() if p not in trained),
+        )  # fmt: skip
 
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards. It stays where it is."""

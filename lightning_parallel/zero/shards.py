@@ -75,6 +75,13 @@ def wrap_like(tensor: DTensor, local: Tensor) -> DTensor:
     )
 
 
+def padded_numel(tensor: DTensor) -> int:
+    """Elements of every rank's shard in memory, where shorter ones are padded to the longest."""
+    mesh = tensor.device_mesh
+    dim = next(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+    return -(-tensor.shape[0] // mesh.size(dim)) * (tensor.numel() // max(1, tensor.shape[0]))
+
+
 def write_whole(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A whole state dict with this rank's shards in place of what the module has sharded."""
     own = dict(module.state_dict(keep_vars=True))
@@ -97,11 +104,11 @@ def _begin(tensor: DTensor) -> tuple[int, int]:
 
 
 def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, _CONTAINERS):
+        yield from module.children()
+        return
     for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            yield from child.children()
-        else:
-            yield from _in_containers(child)
+        yield from _in_containers(child)
 
 
 def _named(module: nn.Module, name: str) -> nn.Module:
