@@ -199,9 +199,9 @@ class Bucket:
             self.updated.copy_(self.own)
 
     def release(self) -> None:
-        """Give every parameter memory of its own again."""
+        """Give every parameter memory of its own again, on the host."""
         for parameter in self.parameters:
-            parameter.data = parameter.data.clone()
+            parameter.data = parameter.data.to("cpu", copy=True)
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
         for segment in (s for s in self.segments if s is not None):

@@ -96,8 +96,8 @@ class ShardedEngine:
 
     def _shard(self, module: nn.Module) -> Sharding:
         options, cuda = self.options, self.device.type == "cuda"
-        broadcast_all([p.detach() for p in module.parameters() if not p.is_meta], self.control, 0)
-        broadcast_together([b for b in module.buffers() if not b.is_meta], self.control, 0)
+        broadcast_all([p.detach() for p in module.parameters() if not p.is_meta], None, 0)
+        broadcast_together([b for b in module.buffers() if not b.is_meta], None, 0)
         if options.master:
             keep_dtype(module, torch.float32)
         roots = [module] if options.whole_module else list(module.children())

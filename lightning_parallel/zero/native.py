@@ -38,7 +38,7 @@ class NativeEngine:
     def __init__(self, partition: Partition, broadcast_buffers: bool = True) -> None:
         self.partition, self.broadcast_buffers = partition, broadcast_buffers
         rest = [p.detach() for p in partition.module.parameters() if not partition.holds(p)]
-        broadcast_together([*rest, *partition.module.buffers()], partition.control, partition.source)
+        broadcast_together([*rest, *partition.module.buffers()], None, partition.source)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Partition:
             for index, parameter in enumerate(members):
                 self._slots[parameter] = (len(self.buckets) + len(made), index)
             made.append(Bucket(members, self.ranks, options.master_weights, options.stage == 1, options.offload))
-        broadcast_all([bucket.flat for bucket in made], self.control, self.source)
+        broadcast_all([bucket.flat for bucket in made], None, self.source)
         for bucket in made:
             bucket.refresh()
         self.buckets += made
@@ -171,7 +171,7 @@ class Partition:
 
     def share_buffers(self) -> None:
         """All ranks get the first one's buffers, as DistributedDataParallel does before a forward."""
-        broadcast_together(list(self.module.buffers()), self.control, self.source)
+        broadcast_together(list(self.module.buffers()), None, self.source)
 
     def refresh(self) -> None:
         """The module's parameters were written to."""
