@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -151,7 +153,11 @@ class ZeROStrategy(MeshStrategy):
             self._engine = NativeEngine(partition, self.broadcast_buffers)
         self.engine.load_masters(self._masters)
         self._masters = {}
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
+            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None
@@ -202,7 +208,8 @@ class ZeROStrategy(MeshStrategy):
             self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for replaced in ("clip_grad_by_norm", "clip_gradients"):
+            self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
         if self._engine is not None and self.watch is not None and not failed:
             with self.blocked("the other ranks at the end of the run"):
