@@ -7,6 +7,7 @@ state. All scenarios of a file run in one launch of ranks, one after the other.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,18 +52,23 @@ class Run:
         strategy: makes the strategy, or "auto".
         devices: number of processes.
         folder: a folder that the ranks share, and one process does not.
+        options: what every Trainer is given.
     """
 
     strategy: Callable[[], Any]
     devices: int
     folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
     made: list[tuple[Trainer, Record]] = field(default_factory=list)
 
     def trainer(self, *callbacks: Callback, **options: Any) -> Trainer:
         """A quiet Trainer of three steps; its record is compared when the scenario is over."""
         recorder = Recorder()
         trainer = make_trainer(
-            self.strategy(), self.devices, [*callbacks, recorder], default_root_dir=self.folder, **options
+            self.strategy(),
+            self.devices,
+            [*callbacks, recorder],
+            **{"default_root_dir": self.folder, **self.options, **options},
         )
         self.made.append((trainer, recorder.record))
         return trainer
@@ -147,6 +153,7 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
 
     def on_rank(rank: int, port: int) -> list[Outcome]:
         join(rank, entry.ranks, port)
+        warnings.filterwarnings("ignore", message=entry.advice)
         return [_run(scenario, entry, folder) for scenario in scenarios]
 
     results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=55.0)
@@ -157,7 +164,8 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
 
 def _run(scenario: Scenario, entry: Entry | None, folder: Path) -> Outcome:
     make = (lambda: "auto") if entry is None else lambda: entry.make(getattr(scenario, "whole_batches", False))
-    run = Run(make, 1 if entry is None else entry.ranks, folder / scenario.__name__)
+    options = {} if entry is None else entry.trainer
+    run = Run(make, 1 if entry is None else entry.ranks, folder / scenario.__name__, options)
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(1)
     try:
