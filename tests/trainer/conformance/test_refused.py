@@ -163,7 +163,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("scenario", REFUSED, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("entry", [entry for entry in STRATEGIES if not entry.core], ids=str)
+@pytest.mark.parametrize("entry", [entry.case() for entry in STRATEGIES if not entry.core])
 def test_refused_in_words_or_as_in_one_process(entry: Entry, scenario: Callable[[Run], Any], tmp_path):
     words = entry.refuses.get(scenario.__name__)
     if words is None:
