@@ -1,4 +1,4 @@
-"""Zero bubble with activation checkpointing took ten times as long: each half of a backward computed its forward again."""
+"""Zero bubble with activation checkpointing took ten times as long: each half of a backward ran the forward again."""
 
 from typing import Any
 
