@@ -31,7 +31,7 @@ from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
-from lightning_parallel.pipeline.timing import Context, unit_seconds
+from lightning_parallel.pipeline.timing import Context, unit_costs
 
 _DIFFERENT = {
     "batch": (
@@ -284,8 +284,9 @@ class Pipeline:
         names = unit_names(self.model, self.num_stages, blocks)
         seconds = torch.zeros(len(names), dtype=torch.float64)
         if self.at_loss and self.copy == 0:
-            measured = unit_seconds(self.model, names, self.device, context)
-            seconds = torch.tensor([measured[name] for name in names], dtype=torch.float64)
+            costs = unit_costs(self.model, names, self.device, 'partition="time"', context)
+            measured = [costs[name].forward + costs[name].backward for name in names]
+            seconds = torch.tensor(measured, dtype=torch.float64)
         if self.at_loss:
             self.data.equalize([seconds])
         self.broadcast(seconds)

@@ -32,6 +32,8 @@ def all_are(values: Any, kind: type) -> bool:
 
 def read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        if schedule.strip().lower() == "auto":
+            return "auto"
         schedules.find(schedule)  # raises for an unknown name, here where the user can see it
         return schedule
     read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)

@@ -11,7 +11,7 @@ from lightning_parallel.strategies.pipeline import PipelineStrategy
 
 _NOT_RUN = {"dualpipe", "chimera", "gems", "terapipe"}  # drawn and simulated only
 STRINGS: dict[str, dict[str, Any]] = {
-    f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _NOT_RUN
+    f"pipeline_{name}": {"schedule": name} for name in (*SCHEDULES, "auto") if name not in _NOT_RUN
 }
 
 
