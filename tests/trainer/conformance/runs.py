@@ -151,7 +151,7 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
         join(rank, entry.ranks, port)
         return [_run(scenario, entry, folder) for scenario in scenarios]
 
-    results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=55.0)
+    results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=entry.timeout)
     return {
         scenario.__name__: list(ranks) for scenario, ranks in zip(scenarios, zip(*results, strict=True), strict=True)
     }

@@ -49,9 +49,14 @@ class Entry:
         return registered["strategy"](**options)
 
     def case(self, *values: Any, id: str = "") -> Any:
-        """A set of a test's parameters, with the mark of `slow` and the entry's name in front of its id."""
-        marks = [pytest.mark.slow] if self.slow else []
+        """A set of a test's parameters, with the marks of `slow` and the entry's name in front of its id."""
+        marks = [pytest.mark.slow, pytest.mark.timeout(self.timeout + 5)] if self.slow else []
         return pytest.param(self, *values, id=f"{self}-{id}" if id else str(self), marks=marks)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a launch may take."""
+        return 115.0 if self.slow else 55.0
 
     def __str__(self) -> str:
         return f"{self.name} on {self.ranks}{self.label}"
@@ -141,7 +146,7 @@ STRATEGIES = (
     Entry("pipeline_naive", 2, **PIPELINE, core=True),
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, core=True),
     Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
-    # `make test` trains with each of the others in tests/trainer/test_many_stages.py.
+    # What follows is slow; `make test` trains with each string in tests/trainer/test_many_stages.py.
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
