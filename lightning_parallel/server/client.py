@@ -1,0 +1,246 @@
+"""A worker's side: the state machine that pushes, pulls, and sends again what may be lost.
+
+The one idea: a push is kept until all replicas have it, and is sent again to whoever heads the range in a new view; the
+servers count, so that it is applied once. At most one pull is under way, and it survives any change of view by starting
+over. Left out: gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.server import messages as m
+from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.reading import Reading, Result
+from lightning_parallel.server.rules import Rules
+
+
+class Client:
+    """The state machine of one worker.
+
+    Args:
+        address: how others name it; new for every start.
+        name: of the worker; one that comes with a name that is there takes its place.
+        rules: the job's agreement.
+        token: proof that it belongs to the job.
+        endpoint: where a transport finds it.
+    """
+
+    def __init__(self, address: str, name: str, rules: Rules, token: str = "", endpoint: str = "") -> None:
+        self.address, self.name, self.rules, self.token, self.endpoint = address, name, rules, token, endpoint
+        self.worker: int | None = None
+        self.view = m.View()
+        self.clock: int | None = None  # finished iterations; None before the first pull
+        self.seq = 0
+        self.unacked: dict[int, dict[int, m.Push]] = {key: {} for key in self._keys}
+        self.reading: Reading | None = None
+        self.result: Result | None = None
+        self.lost = False  # the lease ended: nothing that is pushed counts any more
+        self.blocked = 0  # pulls that had to be asked more than once for one version
+        self._others = dict.fromkeys(self._keys, 0)
+        self._cache: dict[int, m.Rows] = {}
+        self._requests = 0
+        self._lease_at = self._resend_at = 0.0
+        self._out: list[m.Message] = []
+
+    @property
+    def _keys(self) -> range:
+        return range(self.rules.layout.num_ranges)
+
+    def start(self, now: float) -> list[m.Message]:
+        """What a worker says first."""
+        self._lease_at = now + self.rules.lease / 3
+        self._send(MANAGER, m.Hello("worker", self.name, self.token, self.endpoint))
+        return self._flush()
+
+    def seed(self, vector: Tensor) -> list[m.Message]:
+        """Offer first weights; the first that come to a range count. Called once the view is there."""
+        for key, values in enumerate(self.rules.layout.split(vector)):
+            self._to_head(key, m.Seed(key, values.clone()))
+        return self._flush()
+
+    @property
+    def may_push(self) -> bool:
+        """Whether every range has room for one more push under way."""
+        return all(len(pushes) < self.rules.window for pushes in self.unacked.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every push is with all replicas."""
+        return not any(self.unacked.values())
+
+    def push(self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None) -> list[m.Message]:
+        """Send an update of all ranges; without a vector it only ticks, as after a skipped step.
+
+        Args:
+            vector: shape (size,), float32; copied.
+            now: seconds.
+            tick: whether the iteration ends with it.
+            lr: learning rate of this push, or None for the update's own.
+        """
+        assert self.worker is not None and self.clock is not None, "pull before you push"
+        self.seq += 1
+        self.clock += int(tick)
+        parts = [None] * len(self._keys) if vector is None else self.rules.layout.split(vector.clone())
+        for key, values in enumerate(parts):
+            push = m.Push(key, self.worker, self.seq, self.clock, values, self._others[key], lr)
+            self.unacked[key][self.seq] = push
+            self._to_head(key, push)
+        self._resend_at = now + self.rules.resend_after
+        return self._flush()
+
+    def pull(self, now: float) -> list[m.Message]:
+        """Ask for all ranges as fresh as the rules want them; ``result`` has them once they are there."""
+        self.result, self._resend_at = None, now + self.rules.resend_after
+        self._begin()
+        return self._flush()
+
+    def leave(self) -> list[m.Message]:
+        """Go, in order: nobody waits for this worker any more."""
+        self._send(MANAGER, m.Leave())
+        return self._flush()
+
+    def handle(self, message: m.Message, now: float) -> list[m.Message]:
+        """React to a message; see ``Server.handle``."""
+        body = message.body
+        if isinstance(body, m.Welcome):
+            self.worker = body.worker
+        elif isinstance(body, m.View):
+            self._adopt(body, now)
+        elif isinstance(body, m.Refused):
+            self.lost = True
+        elif isinstance(body, m.Wake):
+            self._wake(now)
+        elif isinstance(body, m.Ack):
+            self._acked(body)
+        elif message.view == self.view.number:
+            self._react(body)
+        return self._flush()
+
+    @property
+    def wake_at(self) -> float | None:
+        """When ``Wake`` is due next."""
+        if self.lost:
+            return None
+        waiting = self.reading is not None or not self.is_settled
+        return min(self._lease_at, self._resend_at) if waiting else self._lease_at
+
+    def _react(self, body: m.Body) -> None:
+        if isinstance(body, m.Rows):
+            self._rows(body)
+        elif isinstance(body, m.Held) and self.reading is not None:
+            self._ask(self.reading.on_held(body))
+        elif isinstance(body, m.Nack):
+            self._nack(body)
+
+    def _rows(self, rows: m.Rows) -> None:
+        if rows.request == -1:
+            self._cache[rows.key] = rows
+        elif self.reading is not None and self.reading.on_rows(rows):
+            self._finish()
+
+    def _finish(self) -> None:
+        reading = self.reading
+        assert reading is not None and self.worker is not None
+        if not reading.agrees(self.rules.one_version):
+            self.blocked += 1
+            self._ask(reading.hold(self._request()))
+            return
+        self.result, self.reading = reading.result(self.rules.layout), None
+        assert self.result.minimum >= reading.need, "a server answered too early"
+        for key, rows in reading.rows.items():
+            self._others[key] = sum(rows.seqs.values()) - rows.seqs.get(self.worker, 0)
+        if self.clock is None:
+            self.clock = max(rows.clocks[self.worker] for rows in reading.rows.values())
+
+    def _begin(self) -> None:
+        """Ask the tails."""
+        if self.worker is None or self.worker not in self.view.workers:
+            return  # the view is awaited
+        consistency = self.rules.consistency
+        need = 0 if self.clock is None else consistency.need(self.clock)
+        own = self.seq if consistency.own and self.clock is not None else 0
+        self.reading = Reading(self.worker, self._request(), tuple(self._keys), need, own)
+        if self._from_cache():
+            return
+        self._ask(self.reading.questions())
+
+    def _ask(self, questions: Iterable[tuple[int, m.Body]]) -> None:
+        for key, question in questions:
+            place = -1 if isinstance(question, m.Pull) else 0
+            self._send(self.view.chains[key][place], question)
+
+    def _from_cache(self) -> bool:
+        """Take what was sent unasked, if it is fresh enough and of one version."""
+        assert self.reading is not None and self.worker is not None
+        fresh = [r for r in self._cache.values() if r.minimum >= self.reading.need]
+        fresh = [r for r in fresh if r.seqs.get(self.worker, 0) >= self.reading.own]
+        if len(fresh) < len(self._keys):
+            return False
+        self.reading.rows = {rows.key: rows for rows in fresh}
+        if not self.reading.agrees(self.rules.one_version):
+            self.reading.rows = {}
+            return False
+        self._finish()
+        return True
+
+    def _adopt(self, view: m.View, now: float) -> None:
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        self.replay()
+        self._resend_at = now + self.rules.resend_after
+        if self.reading is not None or (self.result is None and self.worker in view.workers):
+            self._begin()
+
+    def replay(self) -> None:
+        """Send every push again that may be lost."""
+        for key, pushes in self.unacked.items():
+            for seq in sorted(pushes):
+                self._to_head(key, pushes[seq])
+
+    def _wake(self, now: float) -> None:
+        if now >= self._lease_at and not self.lost:
+            self._lease_at = now + self.rules.lease / 3
+            hello = m.Hello("worker", self.name, self.token, self.endpoint)
+            self._send(MANAGER, m.Lease() if self.view.number else hello)
+        if now >= self._resend_at:
+            self._resend_at = now + self.rules.resend_after
+            self.replay()
+            if self.reading is not None:
+                self._ask(self.reading.questions())
+
+    def _acked(self, ack: m.Ack) -> None:
+        pushes = self.unacked[ack.key]
+        for seq in [seq for seq in pushes if seq <= ack.seq]:
+            del pushes[seq]
+
+    def _nack(self, nack: m.Nack) -> None:
+        if nack.reason == "gap":
+            for seq in sorted(self.unacked[nack.key]):
+                if seq >= nack.seq:
+                    self._to_head(nack.key, self.unacked[nack.key][seq])
+        elif nack.reason == "retired":
+            self.lost = True
+        elif self.reading is not None and nack.seq == self.reading.request:
+            for key in self._keys:
+                self._to_head(key, m.At(key, self.reading.worker, -1, {}))
+            self._begin()
+
+    def _request(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    def _to_head(self, key: int, body: m.Body) -> None:
+        if key in self.view.chains:
+            self._send(self.view.chains[key][0], body)
+
+    def _send(self, target: str, body: Any) -> None:
+        self._out.append(m.Message(self.address, target, self.view.number, body))
+
+    def _flush(self) -> list[m.Message]:
+        out, self._out = self._out, []
+        return out
