@@ -8,12 +8,15 @@ over. Left out: gradients, sockets, waiting (a transport calls ``handle`` until 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.filters import Filters
+from lightning_parallel.server.filters.keys import SentKeys
 from lightning_parallel.server.reading import Reading, Result
 from lightning_parallel.server.rules import Rules
 
@@ -27,10 +30,20 @@ class Client:
         rules: the job's agreement.
         token: proof that it belongs to the job.
         endpoint: where a transport finds it.
+        filters: what pushes go through before they are sent.
     """
 
-    def __init__(self, address: str, name: str, rules: Rules, token: str = "", endpoint: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        rules: Rules,
+        token: str = "",
+        endpoint: str = "",
+        filters: Filters | None = None,
+    ) -> None:
         self.address, self.name, self.rules, self.token, self.endpoint = address, name, rules, token, endpoint
+        self.filters, self._sent_keys = filters, SentKeys()
         self.worker: int | None = None
         self.view = m.View()
         self.clock: int | None = None  # finished iterations; None before the first pull
@@ -84,13 +97,19 @@ class Client:
         assert self.worker is not None and self.clock is not None, "pull before you push"
         self.seq += 1
         self.clock += int(tick)
-        parts = [None] * len(self._keys) if vector is None else self.rules.layout.split(vector.clone())
-        for key, values in enumerate(parts):
+        for key, values in enumerate(self._parts(vector)):
             push = m.Push(key, self.worker, self.seq, self.clock, values, self._others[key], lr)
             self.unacked[key][self.seq] = push
-            self._to_head(key, push)
+            self._push(push)
         self._resend_at = now + self.rules.resend_after
         return self._flush()
+
+    def _parts(self, vector: Tensor | None) -> list[m.Values | None]:
+        if vector is None:
+            return [None] * len(self._keys)
+        if self.filters is None:
+            return [*self.rules.layout.split(vector.clone())]
+        return [self.filters.encode(key, part) for key, part in enumerate(self.rules.layout.split(vector))]
 
     def pull(self, now: float) -> list[m.Message]:
         """Ask for all ranges as fresh as the rules want them; ``result`` has them once they are there."""
@@ -198,9 +217,17 @@ class Client:
 
     def replay(self) -> None:
         """Send every push again that may be lost."""
-        for key, pushes in self.unacked.items():
-            for seq in sorted(pushes):
-                self._to_head(key, pushes[seq])
+        self._sent_keys.forget()
+        for key in self._keys:
+            self._push_from(key, 0)
+
+    def _push_from(self, key: int, seq: int) -> None:
+        for number in sorted(self.unacked[key]):
+            if number >= seq:
+                self._push(self.unacked[key][number])
+
+    def _push(self, push: m.Push) -> None:
+        self._to_head(push.key, replace(push, values=self._sent_keys.shrink(push.key, push.values)))
 
     def _wake(self, now: float) -> None:
         if now >= self._lease_at and not self.lost:
@@ -219,10 +246,9 @@ class Client:
             del pushes[seq]
 
     def _nack(self, nack: m.Nack) -> None:
-        if nack.reason == "gap":
-            for seq in sorted(self.unacked[nack.key]):
-                if seq >= nack.seq:
-                    self._to_head(nack.key, self.unacked[nack.key][seq])
+        if nack.reason in ("gap", "keys"):
+            self._sent_keys.forget()
+            self._push_from(nack.key, nack.seq)
         elif nack.reason == "retired":
             self.lost = True
         elif self.reading is not None and nack.seq == self.reading.request:

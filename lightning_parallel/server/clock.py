@@ -22,7 +22,7 @@ class VectorClock:
         (False, True)
         >>> clock.minimum, clock.join(7), clock.leave(2)
         (1, 1, False)
-        >>> clock.minimum, dict(clock)
+        >>> clock.minimum, clock.copy()
         (1, {1: 3, 7: 1})
 
     Source:

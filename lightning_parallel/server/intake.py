@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.server.filters import decode
+from lightning_parallel.server.filters.codec import fits
+from lightning_parallel.server.filters.keys import ReceivedKeys
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.messages import Ack, At, Coded, Entry, Held, Hold, Nack, Push, Values
 from lightning_parallel.server.rules import Rules
@@ -50,6 +52,7 @@ class Intake:
         self.holds: deque[tuple[Hold, float]] = deque()
         self.at: At | None = None
         self.draining = False
+        self.keys = ReceivedKeys()
 
     def take(self, push: Push, acked: int, now: float) -> Ack | Nack | None:
         """Take a push in, or say why not.
@@ -65,6 +68,12 @@ class Intake:
             return Ack(push.key, acked) if push.seq <= acked else None
         if push.seq != self.taken[push.worker] + 1:
             return Nack(push.key, "gap", self.taken[push.worker] + 1)
+        known, values = self.keys.expand(push.worker, push.values)
+        if not known:
+            return Nack(push.key, "keys", push.seq)
+        if not fits(values, self.part.length):
+            return Nack(push.key, "malformed", push.seq)
+        push = replace(push, values=values)
         self.taken[push.worker] = push.seq
         self.since = self.since if self.pending else now
         self.pending.append(push)

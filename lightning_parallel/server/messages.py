@@ -148,7 +148,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Nack:
-    """A push or a hold was refused: ``gap`` (send from ``seq``), ``retired``, ``hold`` (ask again)."""
+    """A push or a hold was refused: ``gap`` or ``keys`` (send from ``seq``), ``retired``, ``malformed``, ``hold`` (ask again)."""
 
     key: int
     reason: str

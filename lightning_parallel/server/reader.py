@@ -6,6 +6,8 @@ answered yet is parked, and looked at again after every entry. Left out: pushes.
 
 from __future__ import annotations
 
+from lightning_parallel.server.filters import Float32
+from lightning_parallel.server.filters.codec import encode
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.messages import Entry, Pull, Rows
 from lightning_parallel.server.rules import Rules
@@ -61,7 +63,6 @@ class Reader:
 
     def rows(self, request: int) -> Rows:
         """The range as it is now."""
-        part = self.part
-        return Rows(
-            part.key, request, part.weights.clone(), dict(part.seqs), part.clocks.copy(), part.clocks.minimum, part.left
-        )
+        part, precision = self.part, self.rules.pull_precision
+        values = part.weights.clone() if isinstance(precision, Float32) else encode(part.weights, precision)
+        return Rows(part.key, request, values, dict(part.seqs), part.clocks.copy(), part.clocks.minimum, part.left)

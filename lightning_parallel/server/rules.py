@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_parallel.server.consistency import SSP, Consistency
+from lightning_parallel.server.filters import Float32, Precision
 from lightning_parallel.server.layout import Layout
 from lightning_parallel.server.updates import SGD, Update
 
@@ -21,6 +22,7 @@ class Rules:
         scale: ``"mean"`` divides every push by the number of active workers (under BSP: the sum of a clock's pushes by
             the number of workers that made them), so that n workers have the learning rate of one; ``"sum"`` does not.
         one_version: a pull of several ranges holds the same pushes in all of them.
+        pull_precision: number format of the weights that readers get.
         replicas: servers that hold a range, if there are so many.
         aggregate: pushes that are combined into one update and one message down the chain.
         flush_after: seconds after which a smaller number is, too.
@@ -42,6 +44,7 @@ class Rules:
     consistency: Consistency = field(default_factory=SSP)
     scale: Literal["mean", "sum"] = "mean"
     one_version: bool = True
+    pull_precision: Precision = field(default_factory=Float32)
     replicas: int = 3
     aggregate: int = 1
     flush_after: float = 1e-3
