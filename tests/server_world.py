@@ -36,11 +36,12 @@ class WorldWorker:
         self.starts, self.ends = list[float](), list[float]()
         self.finish_at: float | None = None  # when the computation in hand ends
         self.seeded = self.finished = False
+        self.waits = False  # computed, and waits for room to push
 
     @property
     def wake_at(self) -> float | None:
-        times = [time for time in (self.client.wake_at, self.finish_at) if time is not None]
-        return min(times, default=None)
+        computing = None if self.waits or self.client.lost else self.finish_at
+        return min((time for time in (self.client.wake_at, computing) if time is not None), default=None)
 
     def handle(self, message: Message, now: float) -> list[Message]:
         before = self.client.result
@@ -50,8 +51,9 @@ class WorldWorker:
             out += self.client.seed(self.world.initial)
         if self.client.result is not None and self.client.result is not before and self.finish_at is None:
             self._begin(now)
-        if self.finish_at is not None and now >= self.finish_at and self.client.may_push and not self.client.lost:
-            out += self._end(now)
+        if self.finish_at is not None and now >= self.finish_at and not self.client.lost:
+            self.waits = not self.client.may_push
+            out += [] if self.waits else self._end(now)
         if self.done == self.steps and self.client.is_settled and not self.finished and self.finish_at is None:
             self.finished = True
             self.world.on_finished(self)

@@ -23,7 +23,9 @@ from lightning_parallel.server.messages import (
     Ack,
     Append,
     At,
+    Begin,
     Committed,
+    Copy,
     Copied,
     Drained,
     Entry,
@@ -31,6 +33,7 @@ from lightning_parallel.server.messages import (
     Push,
     Seed,
     View,
+    Want,
 )
 from lightning_parallel.server.reader import Reader
 from lightning_parallel.server.rules import Rules
@@ -60,9 +63,11 @@ class Replica:
         self.me, self.part, self.rules, self.send, self.journal = me, part, rules, send, journal
         self.view = View()
         self.sent: dict[int, Entry] = {}  # passed on, and not yet known to be with the tail
-        self.acked = dict(part.seqs)  # worker -> its last push that is with the tail
+        self.committed = 0  # the last entry that is known here to be with all
+        self.acked = dict[int, int]()  # worker -> its last push that is known here to be with all
         self.intake, self.reader = Intake(part, rules), Reader(part, rules)
         self.resend_at: float | None = None
+        self.want_at = 0.0  # before that, what is missing is not asked for again
         self._held_told: tuple[int, int] | None = None
 
     @property
@@ -90,16 +95,14 @@ class Replica:
         return self.chain[self.chain.index(self.me) + 1]
 
     @property
-    def committed(self) -> int:
-        """The last entry that is known here to be with all."""
-        return self.part.lsn if self.is_tail else min([*self.sent, self.part.lsn + 1]) - 1
+    def is_current(self) -> bool:
+        """Whether the first entry of this view is here, and with it all that was acknowledged in any view before."""
+        return self.part.view == self.view.number
 
     def adopt(self, view: View, now: float) -> None:
         """Take one's place in a new view and repair the chain; what was not passed on yet, workers send again."""
         self.view = view
-        self.reader = Reader(self.part, self.rules)
-        if self.is_tail:
-            self._commit_all()
+        self._open_reader()
         self.repair(now)
         if self.is_head:
             self._enrol(now)
@@ -108,16 +111,24 @@ class Replica:
         """Send again what the next server may not have."""
         if self.is_tail:
             self.sent.clear()
-            if self.next is not None:
-                self.send(self.next, self.part.copy())
+            self._send_copy()
         self.forward_again(now)
+
+    def _send_copy(self) -> None:
+        """All of the range, to the server that joins the chain; what comes after it is kept in ``sent``."""
+        if self.next is not None:
+            self.send(self.next, self.part.copy())
 
     def forward_again(self, now: float) -> None:
         """Send all entries that are not known to be with the tail."""
         for lsn in sorted(self.sent):
             if self.next is not None:
                 self.send(self.next, Append(self.part.key, self.sent[lsn]))
-        self.resend_at = now + self.rules.resend_after if self.sent and not self.is_tail else None
+        self._set_timer(now)
+
+    def _set_timer(self, now: float) -> None:
+        waits = self.me in self.chain and not self.is_tail and self.committed < self.part.lsn
+        self.resend_at = now + self.rules.resend_after if waits else None
 
     def on_append(self, source: str, append: Append, now: float) -> None:
         """Take the next entry; one that is known already is answered if it is with the tail."""
@@ -125,12 +136,43 @@ class Replica:
             self._take(append.entry, now)
         elif append.entry.lsn <= self.committed and self.me in self.chain:
             self.send(source, Committed(self.part.key, self.committed))
+        elif append.entry.lsn > self.part.lsn + 1 and now >= self.want_at:
+            self.want_at = now + self.rules.resend_after / 2
+            self.send(source, Want(self.part.key, self.part.lsn))
+
+    def on_want(self, source: str, want: Want) -> None:
+        """The next server lacks entries: send those that are here, or all of the range."""
+        if source != self.next:
+            return
+        if want.lsn + 1 in self.sent:
+            for lsn in sorted(lsn for lsn in self.sent if lsn > want.lsn):
+                self.send(source, Append(self.part.key, self.sent[lsn]))
+        elif want.lsn < self.part.lsn:
+            self._send_copy()
+
+    def on_copy(self, source: str, copy: Copy, now: float) -> None:
+        """Become what the server before this one in the chain is, where that is further."""
+        if copy.numbers["lsn"] > self.part.lsn and not self.is_head:
+            self.part = Range.of(copy, self.rules.update)
+            self._open_reader()
+            if self.is_tail and self.is_current:
+                self._commit_all()
+            elif not self.is_tail:
+                self._send_copy()
+            self._set_timer(now)
+        elif copy.numbers["lsn"] <= self.committed and self.me in self.chain:
+            self.send(source, Committed(self.part.key, self.committed))
+
+    def _open_reader(self) -> None:
+        self.reader = Reader(self.part, self.rules)
+        self.reader.view = self.view.number
 
     def on_committed(self, committed: Committed, now: float) -> None:
         """Forget what the tail has."""
         for lsn in [lsn for lsn in self.sent if lsn <= committed.lsn]:
             self.acked |= {worker: mark[0] for worker, mark in self.sent.pop(lsn).marks.items()}
-        self.resend_at = now + self.rules.resend_after if self.sent else None
+        self.committed = max(self.committed, committed.lsn)
+        self._set_timer(now)
         self._tell_drained()
 
     def on_push(self, source: str, push: Push, now: float) -> None:
@@ -145,6 +187,13 @@ class Replica:
         """The first weights; whoever comes later changes nothing."""
         if self.is_head and not self.part.seeded:
             self._take(Entry(self.part.lsn + 1, seed=seed.values), now)
+
+    def on_begin(self, begin: Begin, now: float) -> None:
+        """A worker that has not pushed yet begins at a later clock than it was let in at."""
+        part = self.part
+        if self.is_head and begin.worker in part.clocks and part.clocks[begin.worker] < begin.clock:
+            self._take(Entry(part.lsn + 1, marks={begin.worker: (part.seqs[begin.worker], begin.clock)}), now)
+            self.flush(now)
 
     def on_hold(self, hold: Hold, now: float) -> None:
         """A reader asks the range to stand still."""
@@ -167,11 +216,6 @@ class Replica:
             self.intake.draining = True
             self._tell_drained()
 
-    def on_want(self, source: str, now: float) -> None:
-        """The server that joins the chain has not got its copy."""
-        if self.is_tail and self.next == source:
-            self.repair(now)
-
     def flush(self, now: float) -> None:
         """Make entries of all pushes that are due, and tell the reader whose turn it is."""
         if self.intake.draining:
@@ -189,25 +233,24 @@ class Replica:
         if self.is_head:
             self.flush(now)
         if self.resend_at is not None and now >= self.resend_at:
-            self.forward_again(now)
+            if self.sent.keys() >= {self.committed + 1} or self.is_tail:
+                self.forward_again(now)
+            else:
+                self._send_copy()
+                self._set_timer(now)
 
     @property
     def wake_at(self) -> float | None:
         """When ``wake`` is due next."""
-        times = [self.resend_at]
-        if self.is_head and self.intake.pending and not self.rules.consistency.gathers and not self.intake.holds:
-            times.append(self.intake.since + self.rules.flush_after)
-        if self.is_head and self.intake.holds:
-            times.append(self.intake.holds[0][1])
+        times = [self.resend_at, self.intake.wake_at if self.is_head else None]
         return min((time for time in times if time is not None), default=None)
 
     def _enrol(self, now: float) -> None:
-        """Let in and out whom the view lets in and out, as a step of the history."""
+        """Begin the view: a step of the history that lets in and out whom the view does."""
         part = self.part
-        joined = [w for w in sorted(self.view.workers) if w not in part.clocks and w not in part.left]
-        left = [worker for worker in sorted(part.clocks) if worker not in self.view.workers]
-        if joined or left:
-            self._take(Entry(part.lsn + 1, joined=tuple(joined), left=tuple(left)), now)
+        joined = tuple(w for w in sorted(self.view.workers) if w not in part.clocks and w not in part.left)
+        left = tuple(worker for worker in sorted(part.clocks) if worker not in self.view.workers)
+        self._take(Entry(part.lsn + 1, joined=joined, left=left, view=self.view.number), now)
         self.intake = Intake(part, self.rules, self.intake.staleness)
 
     def _take(self, entry: Entry, now: float) -> None:
@@ -216,16 +259,20 @@ class Replica:
         self.part.apply(entry)
         if self.next is not None:
             self.sent[entry.lsn] = entry
-            self.resend_at = self.resend_at or (None if self.is_tail else now + self.rules.resend_after)
             self.send(self.next, Append(self.part.key, entry))
         self.taken(entry)
-        if self.is_tail:
+        if self.is_tail and entry.view == self.view.number:
+            self._commit_all()
+        if self.is_tail and self.is_current:
             self._commit(entry)
+        if self.resend_at is None:
+            self._set_timer(now)
 
     def taken(self, entry: Entry) -> None:
         """An entry was applied here. Workers are told by the tail, not here."""
 
     def _commit(self, entry: Entry) -> None:
+        self.committed = entry.lsn
         self.acked |= {worker: mark[0] for worker, mark in entry.marks.items()}
         for worker, (seq, _) in entry.marks.items():
             self._tell(worker, Ack(self.part.key, seq))
@@ -235,8 +282,8 @@ class Replica:
             self._tell(worker, rows)
 
     def _commit_all(self) -> None:
-        """The tail of a new view: all that it holds is with all."""
-        self.acked = dict(self.part.seqs)
+        """The tail has the first entry of the view: all that it holds is with all."""
+        self.committed, self.acked = self.part.lsn, dict(self.part.seqs)
         for server in self.chain[:-1]:
             self.send(server, Committed(self.part.key, self.part.lsn))
         for worker in sorted(self.part.clocks):
@@ -247,7 +294,7 @@ class Replica:
             self.send(self.view.workers[worker], body)
 
     def _tell_drained(self) -> None:
-        if self.is_head and self.intake.draining and (self.is_tail or not self.sent):
+        if self.is_head and self.intake.draining and self.committed == self.part.lsn:
             self.send(MANAGER, Drained(self.part.key))
 
     def tell_copied(self) -> None:

@@ -55,6 +55,7 @@ class Client:
         self.blocked = 0  # pulls that had to be asked more than once for one version
         self._others = dict.fromkeys(self._keys, 0)
         self._cache: dict[int, m.Rows] = {}
+        self._seed: Tensor | None = None
         self._requests = 0
         self._lease_at = self._resend_at = 0.0
         self._out: list[m.Message] = []
@@ -71,9 +72,15 @@ class Client:
 
     def seed(self, vector: Tensor) -> list[m.Message]:
         """Offer first weights; the first that come to a range count. Called once the view is there."""
-        for key, values in enumerate(self.rules.layout.split(vector)):
-            self._to_head(key, m.Seed(key, values.clone()))
+        self._seed = vector.clone()
+        self._offer()
         return self._flush()
+
+    def _offer(self) -> None:
+        """Offer the first weights until something was read."""
+        if self.clock is None and self._seed is not None:
+            for key, values in enumerate(self.rules.layout.split(self._seed)):
+                self._to_head(key, m.Seed(key, values))
 
     @property
     def may_push(self) -> bool:
@@ -125,9 +132,7 @@ class Client:
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
         body = message.body
-        if isinstance(body, m.Welcome):
-            self.worker = body.worker
-        elif isinstance(body, m.View):
+        if isinstance(body, m.View):
             self._adopt(body, now)
         elif isinstance(body, m.Refused):
             self.lost = True
@@ -164,6 +169,12 @@ class Client:
     def _finish(self) -> None:
         reading = self.reading
         assert reading is not None and self.worker is not None
+        if self.clock is None:
+            clocks = [rows.clocks[self.worker] for rows in reading.rows.values()]
+            self.clock = max(clocks)
+            if min(clocks) < self.clock:
+                self._begin()  # the ranges have to hear of it first
+                return
         if not reading.agrees(self.rules.one_version):
             self.blocked += 1
             self._ask(reading.hold(self._request()))
@@ -172,8 +183,6 @@ class Client:
         assert self.result.minimum >= reading.need, "a server answered too early"
         for key, rows in reading.rows.items():
             self._others[key] = sum(rows.seqs.values()) - rows.seqs.get(self.worker, 0)
-        if self.clock is None:
-            self.clock = max(rows.clocks[self.worker] for rows in reading.rows.values())
 
     def _begin(self) -> None:
         """Ask the tails."""
@@ -188,6 +197,9 @@ class Client:
         self._ask(self.reading.questions())
 
     def _ask(self, questions: Iterable[tuple[int, m.Body]]) -> None:
+        if self.seq == 0 and self.clock is not None and self.worker is not None:
+            for key in self._keys:
+                self._to_head(key, m.Begin(key, self.worker, self.clock))
         for key, question in questions:
             place = -1 if isinstance(question, m.Pull) else 0
             self._send(self.view.chains[key][place], question)
@@ -210,6 +222,7 @@ class Client:
         if view.number <= self.view.number:
             return
         self.view = view
+        self.worker = next((w for w, address in view.workers.items() if address == self.address), self.worker)
         self.replay()
         self._resend_at = now + self.rules.resend_after
         if self.reading is not None or (self.result is None and self.worker in view.workers):
@@ -217,6 +230,7 @@ class Client:
 
     def replay(self) -> None:
         """Send every push again that may be lost."""
+        self._offer()
         self._sent_keys.forget()
         for key in self._keys:
             self._push_from(key, 0)
@@ -247,6 +261,8 @@ class Client:
 
     def _nack(self, nack: m.Nack) -> None:
         if nack.reason in ("gap", "keys"):
+            if nack.seq not in self.unacked[nack.key]:
+                return  # said long ago
             self._sent_keys.forget()
             self._push_from(nack.key, nack.seq)
         elif nack.reason == "retired":

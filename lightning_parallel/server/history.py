@@ -15,6 +15,8 @@ from lightning_parallel.server.filters import decode
 from lightning_parallel.server.messages import Copy, Entry, Seqs
 from lightning_parallel.server.updates import Update
 
+COUNTERS = ("lsn", "version", "steps", "dropped", "view")
+
 
 class Range:
     """A range's state after ``lsn`` entries.
@@ -38,7 +40,7 @@ class Range:
         self.weights, self.state = torch.zeros(length), update.state(length)
         self.clocks, self.seqs = VectorClock(), dict[int, int]()
         self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
-        self.lsn = self.version = self.steps = self.dropped = 0
+        self.lsn = self.version = self.steps = self.dropped = self.view = 0
         self.seeded = False
         self.vectors: dict[str, Tensor] = {}
 
@@ -54,6 +56,7 @@ class Range:
             self.update.apply(self.weights, self.state, decode(entry.push), self.steps, entry.lr)
         self.version += entry.pushes
         self.dropped += entry.dropped
+        self.view = entry.view or self.view
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
@@ -77,7 +80,7 @@ class Range:
 
     def copy(self) -> Copy:
         """Everything, as a message that shares no memory with the range."""
-        numbers = {name: getattr(self, name) for name in ("lsn", "version", "steps", "dropped")}
+        numbers = {name: getattr(self, name) for name in COUNTERS}
         numbers |= {"seeded": int(self.seeded), "floor": self.clocks.floor}
         tensors = {"weights": self.weights.clone(), **{f"state.{k}": v.clone() for k, v in self.state.items()}}
         tensors |= {f"vector.{name}": vector.clone() for name, vector in self.vectors.items()}
@@ -91,7 +94,7 @@ class Range:
         part.weights = tensors["weights"].clone()
         part.state = {slot: tensors[f"state.{slot}"].clone() for slot in update.names()}
         part.vectors = {k.removeprefix("vector."): v.clone() for k, v in tensors.items() if k.startswith("vector.")}
-        for name in ("lsn", "version", "steps", "dropped"):
+        for name in COUNTERS:
             setattr(part, name, copy.numbers[name])
         part.seeded = bool(copy.numbers["seeded"])
         part.clocks, part.seqs = VectorClock(copy.clocks, copy.numbers["floor"]), dict(copy.seqs)

@@ -85,7 +85,9 @@ class Intake:
 
     def hold(self, hold: Hold, now: float) -> None:
         """Queue a reader that wants the range to stand still; asked again, it keeps its place."""
-        if all((hold.worker, hold.request) != (h.worker, h.request) for h, _ in self.holds):
+        known = [held.request for held, _ in self.holds if held.worker == hold.worker]
+        if hold.request not in known:
+            self._give_up(hold.worker)
             self.holds.append((hold, now + self.rules.hold_for))
 
     def held(self) -> tuple[int, Held] | None:
@@ -115,6 +117,16 @@ class Intake:
         while self.holds and (now >= self.holds[0][1] or self.holds[0][0].worker in self.part.left):
             self.holds.popleft()
             self.at = None
+
+    @property
+    def wake_at(self) -> float | None:
+        """When pending pushes are due by time alone, or a reader has kept the range too long."""
+        if self.draining:
+            return None
+        if self.holds:
+            return self.holds[0][1]
+        waits = self.pending and not self.rules.consistency.gathers
+        return self.since + self.rules.flush_after if waits else None
 
     def due(self, now: float) -> Iterator[Entry]:
         """The entries that can be made now. The caller applies each before it asks for the next."""

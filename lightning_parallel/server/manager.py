@@ -52,6 +52,7 @@ class Manager:
         self.gone: list[str] = []  # addresses in the order in which they left, for reports
         self._workers = 0  # numbers given out
         self._holds: dict[str, dict[int, int]] = {}  # what servers brought from a log
+        self._ring: Ring | None = None  # of the servers that are there now
         self._out: list[m.Message] = []
 
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
@@ -108,7 +109,7 @@ class Manager:
     def _admit(self, source: str, hello: m.Hello, now: float) -> None:
         member = Member(hello.role, hello.name, now + self.rules.lease, hello.endpoint)
         same = [a for a, other in self.members.items() if (other.role, other.name) == (member.role, member.name)]
-        self.members[source] = member
+        self.members[source], self._ring = member, None
         if hello.role == "worker":
             self._workers += 1
             member.worker = self._workers
@@ -120,9 +121,6 @@ class Manager:
             self._next()
 
     def _welcome(self, source: str) -> None:
-        worker = self.members[source].worker
-        if worker is not None:
-            self._send(source, m.Welcome(worker))
         if self._started:
             self._send(source, self.view)
 
@@ -143,13 +141,16 @@ class Manager:
     def _remove(self, addresses: list[str]) -> None:
         for address in addresses:
             del self.members[address]
+            self._ring = None
             self.gone.append(address)
             self._send(address, m.Refused("gone"))
         if self._ready:
             self._next()
 
     def _goal(self, key: int) -> tuple[str, ...]:
-        return Ring(self.alive("server")).holders(key, self.rules.replicas)
+        if self._ring is None:
+            self._ring = Ring(self.alive("server"))
+        return self._ring.holders(key, self.rules.replicas)
 
     def _next(self, chains: dict[int, tuple[str, ...]] | None = None) -> None:
         """Make the next view and tell everybody."""

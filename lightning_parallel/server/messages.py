@@ -57,6 +57,7 @@ class Entry:
     seed: Tensor | None = None
     joined: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    view: int = 0  # first entry of a view, by its head: whoever has it has all that was ever acknowledged
     read: tuple[int, int] | None = None  # (worker, request): the tail answers it at exactly this place
     call: tuple[Any, ...] | None = None  # arithmetic on named vectors, see sandblaster.py
 
@@ -81,6 +82,15 @@ class Push:
     values: Values | None = None
     others: int = 0  # pushes of other workers in the weights that it was computed from
     lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A worker that ranges let in at different clocks begins at the latest of them."""
+
+    key: int
+    worker: int
+    clock: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +207,6 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """The number of a worker that was let in."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """Still here."""
 
@@ -229,9 +232,10 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A server that joins a range's chain asks the tail for its copy again."""
+    """A server lacks what comes after ``lsn``: asks the one before it in the chain for it, or for a copy of all."""
 
     key: int
+    lsn: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ class Server:
         Returns:
             What is to be sent.
         """
+        self._act(message, now)
+        return self._flush()
+
+    def _act(self, message: m.Message, now: float) -> None:
         if isinstance(message.body, m.Wake):
             self._wake(now)
         elif isinstance(message.body, m.View):
@@ -78,7 +82,6 @@ class Server:
             self._react(message, now)
         else:
             self.refused += 1
-        return self._flush()
 
     def is_current(self, message: m.Message) -> bool:
         """Whether the sender knew who takes part now."""
@@ -94,7 +97,7 @@ class Server:
     def _react(self, message: m.Message, now: float) -> None:
         body, source = message.body, message.source
         if isinstance(body, m.Copy):
-            self._take_copy(body)
+            self._take_copy(source, body, now)
             return
         replica = self.replicas.get(getattr(body, "key", -1))
         if replica is None:
@@ -105,10 +108,11 @@ class Server:
             m.Append: lambda: replica.on_append(source, body, now),
             m.Committed: lambda: replica.on_committed(body, now),
             m.Seed: lambda: replica.on_seed(body, now),
+            m.Begin: lambda: replica.on_begin(body, now),
             m.Hold: lambda: replica.on_hold(body, now),
             m.At: lambda: replica.on_at(source, body, now),
             m.Drain: lambda: replica.on_drain(now),
-            m.Want: lambda: replica.on_want(source, now),
+            m.Want: lambda: replica.on_want(source, body),
         }
         action = actions.get(type(body))
         if action is not None:
@@ -135,10 +139,12 @@ class Server:
         self._copying = copying
         early, self.early = self.early, deque(maxlen=EARLY)
         for message in early:
-            self.out += self.handle(message, now)
+            self._act(message, now)
 
-    def _take_copy(self, copy: m.Copy) -> None:
-        if copy.key in self._copying:
+    def _take_copy(self, source: str, copy: m.Copy, now: float) -> None:
+        if copy.key in self.replicas:
+            self.replicas[copy.key].on_copy(source, copy, now)
+        elif copy.key in self._copying:
             replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update))
             replica.view = self.view
             replica.tell_copied()
@@ -157,7 +163,7 @@ class Server:
             if key in self.replicas:
                 self.replicas[key].tell_copied()
             else:
-                self._send(self.view.chains[key][-1], m.Want(key))
+                self._send(self.view.chains[key][-1], m.Want(key, -1))
 
     def _hello(self) -> m.Hello:
         holds = {key: replica.part.lsn for key, replica in self.replicas.items() if replica.part.seeded}

@@ -26,6 +26,7 @@ class Reader:
         self.parked: dict[int, Pull] = {}
         self.subscribers: set[int] = set()
         self._told = part.clocks.minimum
+        self.view = 0  # the view whose first entry the range must hold before anything is answered
 
     def pull(self, pull: Pull) -> list[tuple[int, Rows]]:
         """Park a read, and answer what can be answered."""
@@ -37,7 +38,7 @@ class Reader:
     def may_answer(self, pull: Pull) -> bool:
         """Whether a read sees all that it must: the least clock is far enough, and the reader's own pushes are in."""
         part = self.part
-        if not part.seeded or pull.worker not in part.clocks:
+        if part.view != self.view or not part.seeded or pull.worker not in part.clocks:
             return False
         return part.clocks.minimum >= pull.need and part.seqs[pull.worker] >= pull.own
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 class Ring:
@@ -32,8 +33,7 @@ class Ring:
 
     def __init__(self, servers: Iterable[str], virtual_nodes: int = 64) -> None:
         self.servers = sorted(set(servers))
-        places = [(_place(f"{server}#{node}"), server) for server in self.servers for node in range(virtual_nodes)]
-        self._places = sorted(places)
+        self._places = sorted(place for server in self.servers for place in _places(server, virtual_nodes))
 
     def holders(self, key: int, replicas: int) -> tuple[str, ...]:
         """The servers of a range: primary first, then its successors; fewer where there are fewer servers."""
@@ -44,6 +44,11 @@ class Ring:
                 break
             found[server] = None
         return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _places(server: str, virtual_nodes: int) -> tuple[tuple[int, str], ...]:
+    return tuple((_place(f"{server}#{node}"), server) for node in range(virtual_nodes))
 
 
 def _place(text: str) -> int:
