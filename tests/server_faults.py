@@ -276,11 +276,11 @@ class Faults(World):
         assert max(ages, default=0) <= staleness_bound(len(self.workers), self.staleness), "a push is too old"
 
 
-def play(plan: Plan, **options) -> Faults:
+def play(plan: Plan, limit: int = 60_000, **options) -> Faults:
     """Run a plan to its end and check all that must hold."""
     world = Faults(plan, **options)
-    world.run(limit=60_000)
-    world.settle(limit=60_000)
+    world.run(limit)
+    world.settle(limit)
     world.check_end()
     world.check_ages()
     return world

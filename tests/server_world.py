@@ -136,10 +136,32 @@ class World:
         return self
 
     def settle(self, limit: int = 20_000) -> World:
-        """On until nothing is under way but leases."""
+        """On until nothing is under way but leases: the chains are where they belong, and their servers equal."""
         end = self.network.now + 10 * self.rules.lease
-        self.network.run(until=lambda: self.network.now > end, limit=limit)
+        next_look = self.network.now
+
+        def over() -> bool:
+            nonlocal next_look
+            if self.network.now < next_look:
+                return False
+            next_look = self.network.now + 2.0
+            return self.is_quiet() or self.network.now > end
+
+        self.network.run(until=over, limit=limit)
         return self
+
+    def is_quiet(self) -> bool:
+        """Whether every server of every chain has and knows the same."""
+        view = self.manager.view
+        for key, chain in view.chains.items():
+            if key in view.joining or any(a not in self.network.machines or a in self.network.stopped for a in chain):
+                return False
+            replicas = [self.servers[address].replicas.get(key) for address in chain]
+            if len({(r and r.part.lsn, r and r.committed, r and r.view.number) for r in replicas}) > 1:
+                return False
+            if replicas[0] is None or replicas[0].committed < replicas[0].part.lsn:
+                return False
+        return True
 
     def live_servers(self) -> list[Server]:
         return [server for address, server in self.servers.items() if address in self.network.machines]

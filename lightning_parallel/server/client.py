@@ -66,7 +66,7 @@ class Client:
 
     def start(self, now: float) -> list[m.Message]:
         """What a worker says first."""
-        self._lease_at = now + self.rules.lease / 3
+        self._lease_at = now + self.rules.heartbeat
         self._send(MANAGER, m.Hello("worker", self.name, self.token, self.endpoint))
         return self._flush()
 
@@ -245,7 +245,7 @@ class Client:
 
     def _wake(self, now: float) -> None:
         if now >= self._lease_at and not self.lost:
-            self._lease_at = now + self.rules.lease / 3
+            self._lease_at = now + self.rules.heartbeat
             hello = m.Hello("worker", self.name, self.token, self.endpoint)
             self._send(MANAGER, m.Lease() if self.view.number else hello)
         if now >= self._resend_at:

@@ -52,7 +52,7 @@ class Server:
 
     def start(self, now: float) -> list[m.Message]:
         """What a server says first."""
-        self._lease_at = now + self.rules.lease / 3
+        self._lease_at = now + self.rules.heartbeat
         self._send(MANAGER, self._hello())
         return self._flush()
 
@@ -153,7 +153,7 @@ class Server:
         for replica in self.replicas.values():
             replica.wake(now)
         if now >= self._lease_at and not self.lost:
-            self._lease_at = now + self.rules.lease / 3
+            self._lease_at = now + self.rules.heartbeat
             self._send(MANAGER, m.Lease() if self.view.number else self._hello())
             self._ask_again()
 

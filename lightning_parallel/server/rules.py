@@ -62,3 +62,8 @@ class Rules:
                 raise ValueError(f"Rules got {name}={getattr(self, name)}. Use seconds above 0.")
         if self.scale not in ("mean", "sum"):
             raise ValueError(f"Rules got scale={self.scale!r}. Use 'mean' or 'sum'.")
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two signs of life: five may be lost before a lease ends."""
+        return self.lease / 6
