@@ -81,6 +81,11 @@ class Replica:
         return self.chain[:1] == (self.me,)
 
     @property
+    def takes_in(self) -> bool:
+        """Whether the range's history goes on here: at the head, unless its servers are about to change places."""
+        return self.is_head and not self.intake.draining
+
+    @property
     def is_tail(self) -> bool:
         """Whether reads come here."""
         return self.chain[-1:] == (self.me,)
@@ -177,7 +182,7 @@ class Replica:
 
     def on_push(self, source: str, push: Push, now: float) -> None:
         """Take a worker's push in, at the head."""
-        if self.is_head and not self.intake.draining:
+        if self.takes_in:
             answer = self.intake.take(push, self.acked.get(push.worker, 0), now)
             if answer is not None:
                 self.send(source, answer)
@@ -185,13 +190,13 @@ class Replica:
 
     def on_seed(self, seed: Seed, now: float) -> None:
         """The first weights; whoever comes later changes nothing."""
-        if self.is_head and not self.part.seeded:
+        if self.takes_in and not self.part.seeded:
             self._take(Entry(self.part.lsn + 1, seed=seed.values), now)
 
     def on_begin(self, begin: Begin, now: float) -> None:
         """A worker that has not pushed yet begins at a later clock than it was let in at."""
         part = self.part
-        if self.is_head and begin.worker in part.clocks and part.clocks[begin.worker] < begin.clock:
+        if self.takes_in and begin.worker in part.clocks and part.clocks[begin.worker] < begin.clock:
             self._take(Entry(part.lsn + 1, marks={begin.worker: (part.seqs[begin.worker], begin.clock)}), now)
             self.flush(now)
 

@@ -52,6 +52,7 @@ class Client:
         self.reading: Reading | None = None
         self.result: Result | None = None
         self.lost = False  # the lease ended: nothing that is pushed counts any more
+        self.leaving = False
         self.blocked = 0  # pulls that had to be asked more than once for one version
         self._others = dict.fromkeys(self._keys, 0)
         self._cache: dict[int, m.Rows] = {}
@@ -126,6 +127,7 @@ class Client:
 
     def leave(self) -> list[m.Message]:
         """Go, in order: nobody waits for this worker any more."""
+        self.leaving = True
         self._send(MANAGER, m.Leave())
         return self._flush()
 
@@ -146,7 +148,7 @@ class Client:
 
     @property
     def wake_at(self) -> float | None:
-        """When ``Wake`` is due next."""
+        """When ``Wake`` is due next; never once the manager has let this worker go."""
         if self.lost:
             return None
         waiting = self.reading is not None or not self.is_settled
@@ -247,7 +249,7 @@ class Client:
         if now >= self._lease_at and not self.lost:
             self._lease_at = now + self.rules.heartbeat
             hello = m.Hello("worker", self.name, self.token, self.endpoint)
-            self._send(MANAGER, m.Lease() if self.view.number else hello)
+            self._send(MANAGER, m.Leave() if self.leaving else m.Lease() if self.view.number else hello)
         if now >= self._resend_at:
             self._resend_at = now + self.rules.resend_after
             self.replay()

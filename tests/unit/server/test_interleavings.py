@@ -11,7 +11,7 @@ from tests.server_faults import Faults, Plan, WatchedReplica, play, plans
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
-@settings(max_examples=250, derandomize=True, **QUIET)
+@settings(max_examples=300, derandomize=True, phases=[Phase.generate], **QUIET)
 @given(plans)
 @pytest.mark.timeout(300)
 def test_what_must_hold_holds_in_random_interleavings(plan):
