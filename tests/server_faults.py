@@ -1,7 +1,7 @@
-"""Random histories of a parameter server's job, with crashes, stops, joins, losses, and everything that must hold in them.
+"""Random histories of a parameter server's job, with crashes, stops, joins, losses, and what must hold in them.
 
-A ``Plan`` is a few numbers that Hypothesis draws; ``play`` runs it on the virtual clock and checks. Worker i pushes a 1 into
-element i of every range, so that the weights are the counts of what was applied, exactly.
+A ``Plan`` is a few numbers that Hypothesis draws; ``play`` runs it on the virtual clock and checks. Worker i pushes a
+1 into element i of every range, so that the weights are the counts of what was applied, exactly.
 """
 
 from __future__ import annotations

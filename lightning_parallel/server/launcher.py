@@ -1,8 +1,8 @@
 """Starts the manager and the servers of a job as processes of this host, and joins workers to it.
 
-The one idea: a ``Job`` is a few plain values (a secret number, a token, a folder, the manager's endpoint) that every process
-is given; processes are forked and found by the view alone. A server that dies takes nobody with it. Left out: other hosts'
-processes (give them the job's values and ``serve``), Trainers.
+The one idea: a ``Job`` is a few plain values (a secret number, a token, a folder, the manager's endpoint) that every
+process is given; processes are forked and found by the view alone. A server that dies takes nobody with it. Left out:
+other hosts' processes (give them the job's values and ``serve``), Trainers.
 """
 
 from __future__ import annotations

@@ -110,10 +110,9 @@ class Manager:
         member = Member(hello.role, hello.name, now + self.rules.lease, hello.endpoint)
         same = [a for a, other in self.members.items() if (other.role, other.name) == (member.role, member.name)]
         self.members[source], self._ring = member, None
-        if hello.role == "worker":
-            self._workers += 1
-            member.worker = self._workers
         self._holds[source] = dict(hello.holds)
+        if not self._started:
+            self._workers = max(self._workers, hello.workers)
         self._welcome(source)
         if same:
             self._remove(same)
@@ -154,6 +153,10 @@ class Manager:
 
     def _next(self, chains: dict[int, tuple[str, ...]] | None = None) -> None:
         """Make the next view and tell everybody."""
+        for member in self.members.values():
+            if member.role == "worker" and member.worker is None:
+                self._workers += 1  # numbers begin after those in the servers' logs
+                member.worker = self._workers
         keys = range(self.rules.layout.num_ranges)
         after = {key: self._chain(key, chains or {}) for key in keys}
         steps = {key: next_step(after[key], self._goal(key)) for key in keys}

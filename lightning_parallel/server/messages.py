@@ -158,7 +158,8 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Nack:
-    """A push or a hold was refused: ``gap`` or ``keys`` (send from ``seq``), ``retired``, ``malformed``, ``hold`` (ask again)."""
+    """A push or a hold was refused: ``gap`` or ``keys`` (send from ``seq``), ``retired``, ``malformed``, ``hold`` (ask
+    again)."""
 
     key: int
     reason: str
@@ -204,6 +205,7 @@ class Hello:
     token: str = ""
     endpoint: str = ""
     holds: dict[int, int] = field(default_factory=dict)  # key -> lsn, of a server that read its log
+    workers: int = 0  # the highest number of a worker in that log
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,8 @@ class Server:
 
     def _hello(self) -> m.Hello:
         holds = {key: replica.part.lsn for key, replica in self.replicas.items() if replica.part.seeded}
-        return m.Hello("server", self.address, self.token, self.endpoint, holds)
+        workers = max((worker for replica in self.replicas.values() for worker in replica.part.seqs), default=0)
+        return m.Hello("server", self.address, self.token, self.endpoint, holds, workers)
 
     def _replica(self, part: Range) -> Replica:
         return Replica(self.address, part, self.rules, self._send, self.journal)

@@ -1,9 +1,9 @@
 """A server's ranges on disk: a snapshot of each, and every entry after it, so that a restart of everything resumes.
 
-The one idea: an entry is written before it is applied; what can be read again, in order and whole, is the range's history. A
-snapshot is a range at one place of it. An entry that was cut off by the end of a process is the last one, and is left out.
-Files hold the bytes of ``wire``; nothing is unpickled. Left out: disks that lie about what they have written (``sync`` asks
-the system to write before an entry counts).
+The one idea: an entry is written before it is applied; what can be read again, in order and whole, is the range's
+history. A snapshot is a range at one place of it. An entry that was cut off by the end of a process is the last one,
+and is left out. Files hold the bytes of ``wire``; nothing is unpickled. Left out: disks that lie about what they have
+written (``sync`` asks the system to write before an entry counts).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Storage:
             file.flush()
             os.fsync(file.fileno())
         os.replace(path.with_suffix(".new"), path)
-        self._logs[key] = open(path, "ab", buffering=0)
+        self._logs[key] = open(path, "ab", buffering=0)  # noqa: SIM115, it stays open
         self._starts[key] = self._ends[key] = part.lsn
 
     def _write(self, file: BinaryIO, body: m.Copy | m.Append) -> None:

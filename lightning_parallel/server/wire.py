@@ -1,13 +1,14 @@
-"""Messages as bytes: a fixed header, plain values with one tag each, raw buffers for tensors. Nothing is ever unpickled.
+"""Messages as bytes: a fixed header, plain values with one tag each, raw buffers for tensors; nothing is unpickled.
 
     header   magic, version, op, flags, job, number of the message, frame, frames, bytes of meta and of payload, CRC-32
-    meta     view, source, target, fields of the body: N T F i f s t m (none, booleans, integer, float, text, tuple, map),
+    meta     view, source, target, fields of the body: N T F i f s t m (none, booleans, integer, float, text, tuple,
+    map),
              V (a tensor: type, length), C (``Coded``), E (``Entry``)
     payload  the tensors' bytes, one after the other
 
 The one idea: what is read is checked against the annotations of the body's class before any state machine sees it; what
-does not fit is a ``WireError``, whatever the bytes are. The CRC covers header and meta; payload is TCP's business. Left out:
-who may speak at all (``transport/zeromq.py``).
+does not fit is a ``WireError``, whatever the bytes are. The CRC covers header and meta; payload is TCP's business.
+Left out: who may speak at all (``transport/zeromq.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ HEADER = struct.Struct("<4sBBHQQIIIQI")
 MAGIC, VERSION = b"LPPS", 1
 SLAB = 1  # flag: the payload lies in the sender's shared memory
 MOST_META = 1 << 20
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8, torch.float64)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.float64,
+)
 BODIES: tuple[type, ...] = (
     m.View, m.Seed, m.Push, m.Begin, m.Hold, m.At, m.Pull, m.Rows, m.Held, m.Ack, m.Nack, m.Append, m.Committed, m.Copy,
     m.Hello, m.Lease, m.Leave, m.Refused, m.Copied, m.Want, m.Drain, m.Drained, m.Call,

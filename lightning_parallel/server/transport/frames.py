@@ -1,12 +1,14 @@
 """Messages cut into frames of at most 1 MB, and put together again where they arrive.
 
-The one idea: frame 0 says what comes (types and lengths), so the receiver allocates once and every later frame is copied to
-its place, however the sender cut. Lengths are checked against a limit before anything is allocated. Left out: sockets.
+The one idea: frame 0 says what comes (types and lengths), so the receiver allocates once and every later frame is
+copied to its place, however the sender cut. Lengths are checked against a limit before anything is allocated. Left
+out: sockets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ Frame = tuple[bytes, bytes | memoryview]
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """A tensor's memory as bytes."""
-    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return memoryview(cast(Any, tensor.view(torch.uint8).numpy())) if tensor.numel() else memoryview(b"")
 
 
 def cut(message: Message, job: int, number: int, offset: int | None = None) -> Iterator[Frame]:

@@ -1,7 +1,7 @@
 """A worker's client with sockets, and calls that return when there is something to return.
 
-The one idea: whoever waits in a call drives the sockets; while nobody does, a thread looks in now and then, so that the lease
-is kept while the worker computes. Left out: what to push.
+The one idea: whoever waits in a call drives the sockets; while nobody does, a thread looks in now and then, so that
+the lease is kept while the worker computes. Left out: what to push.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Session:
                 self.node.pump(0.2)
         if self.client.lost and not may_be_lost:
             raise LeaseLostError(
-                f"{self.client.address} was silent for longer than its lease of {self.client.rules.lease} s, or a worker "
-                f"of the same name has taken its place. Start a new session to join again."
+                f"{self.client.address} was silent for longer than its lease of {self.client.rules.lease} s, or a
+                worker " f"of the same name has taken its place. Start a new session to join again."
             )
 
     def _keep_lease(self) -> None:

@@ -1,8 +1,8 @@
 """Memory that processes of one host share: payloads are written there, and only their place is sent.
 
-The one idea: every process owns one slab, a file that it alone writes to and that others of the job map for reading; a place
-is given back when the receiver says that it has copied. Files are for the owner only (mode 0600), in a folder of mode 0700.
-Left out: several hosts.
+The one idea: every process owns one slab, a file that it alone writes to and that others of the job map for reading; a
+place is given back when the receiver says that it has copied. Files are for the owner only (mode 0600), in a folder of
+mode 0700. Left out: several hosts.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from lightning_parallel.server.messages import Message, Wake
+from lightning_parallel.server.messages import Message, View, Wake
 
 
 class Machine(Protocol):
     """What the network moves messages between."""
 
     address: str
+    view: View
 
     @property
     def wake_at(self) -> float | None: ...

@@ -3,19 +3,21 @@
     DEALER --frame, frame, ...--> ROUTER      at most ``WINDOW`` frames without a credit
     DEALER <------- credit ------ ROUTER
 
-The one idea: frames are small and few are under way, so memory stays small at both ends whatever the peer does; what cannot
-be sent is dropped, since the state machines send again what counts. Frames that are malformed, too large, out of order,
-repeated or of another job are refused and counted. Loopback and ipc only, unless there are keys. Left out: starting processes
-(``launcher.py``), waiting for results (``session.py``).
+The one idea: frames are small and few are under way, so memory stays small at both ends whatever the peer does; what
+cannot be sent is dropped, since the state machines send again what counts. Frames that are malformed, too large, out
+of order, repeated or of another job are refused and counted. Loopback and ipc only, unless there are keys. Left out:
+starting processes (``launcher.py``), waiting for results (``session.py``).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import zmq
 
@@ -115,8 +117,8 @@ class Link:
 
     def _frame(self) -> Frame | None:
         if self.ready is not None:
-            frame, self.ready = self.ready, None
-            return frame
+            ready, self.ready = self.ready, None
+            return ready
         while self.frames is not None or self.queue:
             if self.frames is None:
                 message, number, offset = self.queue.popleft()
@@ -180,7 +182,9 @@ class Node:
         patience: float = 5.0,
     ) -> None:
         if not is_local(endpoint) and keys is None:
-            raise ValueError(f"{endpoint} is reached from other hosts. Give keys=Keys.make(), the same to all processes.")
+            raise ValueError(
+                f"{endpoint} is reached from other hosts. Give keys=Keys.make(), the same to all processes."
+            )
         self.machine, self.job, self.book, self.most, self.keys = machine, job, dict(book), most, keys
         self.patience, self.counts = patience, Counter[str]()
         self.context, self.poller = zmq.Context(), zmq.Poller()
@@ -202,7 +206,7 @@ class Node:
         if self.keys is not None:
             self.keys.listen(self.router)
         self.router.bind(endpoint)
-        self.endpoint = self.router.last_endpoint.decode().rstrip("\0")
+        self.endpoint = cast(bytes, self.router.last_endpoint).decode().rstrip("\0")
         self.poller.register(self.router, zmq.POLLIN)
 
     def next_number(self) -> int:
@@ -253,7 +257,7 @@ class Node:
         wait = timeout if due is None else min(timeout, max(0.0, due - self.now()))
         if any(link.blocked or link.outstanding for link in self.links.values()):
             wait = min(wait, 0.005 if any(link.blocked for link in self.links.values()) else 1.0)
-        for socket, _ in self.poller.poll(1e3 * wait):
+        for socket, _ in self.poller.poll(math.ceil(1e3 * wait)):
             if socket is self.router:
                 self._receive_all()
         for link in list(self.links.values()):
@@ -362,4 +366,3 @@ class Node:
 def endpoint_in(folder: Path, address: str) -> str:
     """An ipc endpoint in a folder of the job."""
     return f"ipc://{folder / address}"
-

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from lightning_parallel.server import Server
 from lightning_parallel.server.intake import Intake
 from lightning_parallel.server.messages import Ack
-from tests.server_faults import Faults, Plan, WatchedReplica, play, plans
+from tests.server_faults import Faults, Plan, WatchedReplica, plans, play
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
