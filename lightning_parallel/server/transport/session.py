@@ -96,8 +96,8 @@ class Session:
                 self.node.pump(0.2)
         if self.client.lost and not may_be_lost:
             raise LeaseLostError(
-                f"{self.client.address} was silent for longer than its lease of {self.client.rules.lease} s, or a
-                worker " f"of the same name has taken its place. Start a new session to join again."
+                f"{self.client.address} was silent for longer than its lease of {self.client.rules.lease} s, or a "
+                f"worker of the same name has taken its place. Start a new session to join again."
             )
 
     def _keep_lease(self) -> None:
