@@ -24,6 +24,7 @@ from lightning_parallel.server.messages import (
     Append,
     At,
     Begin,
+    Call,
     Committed,
     Copied,
     Copy,
@@ -32,6 +33,7 @@ from lightning_parallel.server.messages import (
     Hold,
     Push,
     Seed,
+    Value,
     View,
     Want,
 )
@@ -200,6 +202,15 @@ class Replica:
             self._take(Entry(part.lsn + 1, marks={begin.worker: (part.seqs[begin.worker], begin.clock)}), now)
             self.flush(now)
 
+    def on_call(self, source: str, call: Call, now: float) -> None:
+        """Do arithmetic once; asked again, only the answer is sent again."""
+        last, value = self.part.calls.get(source, (0, 0.0))
+        if self.takes_in and call.request > last:
+            words = (source, call.request, *call.words)
+            self._take(Entry(self.part.lsn + 1, push=call.values, call=words), now)
+        elif self.takes_in and call.request == last and self.committed == self.part.lsn:
+            self.send(source, Value(self.part.key, last, value))
+
     def on_hold(self, hold: Hold, now: float) -> None:
         """A reader asks the range to stand still."""
         if self.is_head and hold.worker in self.part.clocks:
@@ -281,6 +292,9 @@ class Replica:
         self.acked |= {worker: mark[0] for worker, mark in entry.marks.items()}
         for worker, (seq, _) in entry.marks.items():
             self._tell(worker, Ack(self.part.key, seq))
+        if entry.call is not None:
+            request, value = self.part.calls[entry.call[0]]
+            self.send(entry.call[0], Value(self.part.key, request, value))
         for server in self.chain[:-1]:
             self.send(server, Committed(self.part.key, entry.lsn))
         for worker, rows in self.reader.after(entry):

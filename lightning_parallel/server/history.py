@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_parallel.server.clock import VectorClock
 from lightning_parallel.server.filters import decode
-from lightning_parallel.server.messages import Copy, Entry, Seqs
+from lightning_parallel.server.messages import Copy, Entry, Seqs, Values
+from lightning_parallel.server.sandblaster import perform
 from lightning_parallel.server.updates import Update
 
 COUNTERS = ("lsn", "version", "steps", "dropped", "view")
@@ -43,6 +44,7 @@ class Range:
         self.lsn = self.version = self.steps = self.dropped = self.view = 0
         self.seeded = False
         self.vectors: dict[str, Tensor] = {}
+        self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
 
     def apply(self, entry: Entry) -> None:
         """Take the next step of the history."""
@@ -51,13 +53,24 @@ class Range:
         if entry.seed is not None:
             self.weights.copy_(entry.seed)
             self.seeded = True
-        if entry.push is not None:
+        if entry.call is not None:
+            self._call(*entry.call[:2], entry.call[2:], entry.push)
+        elif entry.push is not None:
             self.steps += 1
             self.update.apply(self.weights, self.state, decode(entry.push), self.steps, entry.lr)
         self.version += entry.pushes
         self.dropped += entry.dropped
         self.view = entry.view or self.view
         self._count(entry)
+
+    def _call(self, caller: str, request: int, words: tuple[str | float, ...], values: Values | None) -> None:
+        if "x" not in self.vectors:
+            self.vectors["x"] = self.weights.to(torch.float64)
+        vector = None if values is None else decode(values)
+        value = perform(self.vectors, words, vector)
+        if words[0] == "store":
+            self.weights.copy_(self.vectors["x"])
+        self.calls[caller] = (request, value)
 
     def _count(self, entry: Entry) -> None:
         for worker in entry.joined:
@@ -84,7 +97,7 @@ class Range:
         numbers |= {"seeded": int(self.seeded), "floor": self.clocks.floor}
         tensors = {"weights": self.weights.clone(), **{f"state.{k}": v.clone() for k, v in self.state.items()}}
         tensors |= {f"vector.{name}": vector.clone() for name, vector in self.vectors.items()}
-        return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left)
+        return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left, dict(self.calls))
 
     @classmethod
     def of(cls, copy: Copy, update: Update) -> Range:
@@ -98,5 +111,5 @@ class Range:
             setattr(part, name, copy.numbers[name])
         part.seeded = bool(copy.numbers["seeded"])
         part.clocks, part.seqs = VectorClock(copy.clocks, copy.numbers["floor"]), dict(copy.seqs)
-        part.left = copy.left
+        part.left, part.calls = copy.left, dict(copy.calls)
         return part

@@ -59,7 +59,7 @@ class Entry:
     left: tuple[int, ...] = ()
     view: int = 0  # first entry of a view, by its head: whoever has it has all that was ever acknowledged
     read: tuple[int, int] | None = None  # (worker, request): the tail answers it at exactly this place
-    call: tuple[Any, ...] | None = None  # arithmetic on named vectors, see sandblaster.py
+    call: tuple[Any, ...] | None = None  # (caller, request, words ...): arithmetic on named vectors, sandblaster.py
 
 
 # A worker, or whoever has the first weights, to a head.
@@ -193,6 +193,7 @@ class Copy:
     seqs: Seqs
     clocks: dict[int, int]
     left: tuple[int, ...] = ()
+    calls: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 # With the manager.
@@ -261,12 +262,22 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arithmetic on a range's named vectors, in order with its updates, see ``sandblaster.py``."""
+    """Arithmetic on a range's named vectors, in order with its updates and done once, see ``sandblaster.py``."""
 
     key: int
-    worker: int
     request: int
     words: tuple[Any, ...]
+    values: Values | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a call came to."""
+
+    key: int
+    request: int
+    value: float
+    values: Tensor | None = None
 
 
 Body = Any

@@ -109,6 +109,7 @@ class Server:
             m.Committed: lambda: replica.on_committed(body, now),
             m.Seed: lambda: replica.on_seed(body, now),
             m.Begin: lambda: replica.on_begin(body, now),
+            m.Call: lambda: replica.on_call(source, body, now),
             m.Hold: lambda: replica.on_hold(body, now),
             m.At: lambda: replica.on_at(source, body, now),
             m.Drain: lambda: replica.on_drain(now),

@@ -42,7 +42,7 @@ DTYPES = (
 )
 BODIES: tuple[type, ...] = (
     m.View, m.Seed, m.Push, m.Begin, m.Hold, m.At, m.Pull, m.Rows, m.Held, m.Ack, m.Nack, m.Append, m.Committed, m.Copy,
-    m.Hello, m.Lease, m.Leave, m.Refused, m.Copied, m.Want, m.Drain, m.Drained, m.Call,
+    m.Hello, m.Lease, m.Leave, m.Refused, m.Copied, m.Want, m.Drain, m.Drained, m.Call, m.Value,
 )  # fmt: skip
 _OPS = {body: op for op, body in enumerate(BODIES)}
 
