@@ -1,4 +1,5 @@
-"""The coordinator's side of calls on ranges: one call to all ranges at a time, sent again until every range has answered.
+"""The coordinator's side of calls on ranges: one call to all ranges at a time, sent again until every range has
+answered.
 
 The one idea: calls are numbered, and a range does each number once, so sending again is safe. Left out: which calls
 (``sandblaster.py``), waiting.

@@ -93,30 +93,33 @@ class Client:
         """Whether every push is with all replicas."""
         return not any(self.unacked.values())
 
-    def push(self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None) -> list[m.Message]:
+    def push(
+        self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None, copy: bool = True
+    ) -> list[m.Message]:
         """Send an update of all ranges; without a vector it only ticks, as after a skipped step.
 
         Args:
-            vector: shape (size,), float32; copied.
+            vector: shape (size,), float32.
             now: seconds.
             tick: whether the iteration ends with it.
             lr: learning rate of this push, or None for the update's own.
+            copy: keep a copy until all replicas have it; without one, the caller leaves the vector alone until then.
         """
         assert self.worker is not None and self.clock is not None, "pull before you push"
         self.seq += 1
         self.clock += int(tick)
-        for key, values in enumerate(self._parts(vector)):
+        for key, values in enumerate(self._parts(vector, copy)):
             push = m.Push(key, self.worker, self.seq, self.clock, values, self._others[key], lr)
             self.unacked[key][self.seq] = push
             self._push(push)
         self._resend_at = now + self.rules.resend_after
         return self._flush()
 
-    def _parts(self, vector: Tensor | None) -> list[m.Values | None]:
+    def _parts(self, vector: Tensor | None, copy: bool) -> list[m.Values | None]:
         if vector is None:
             return [None] * len(self._keys)
         if self.filters is None:
-            return [*self.rules.layout.split(vector.clone())]
+            return [*self.rules.layout.split(vector.clone() if copy else vector)]
         return [self.filters.encode(key, part) for key, part in enumerate(self.rules.layout.split(vector))]
 
     def pull(self, now: float) -> list[m.Message]:

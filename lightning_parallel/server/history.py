@@ -42,7 +42,7 @@ class Range:
         self.clocks, self.seqs = VectorClock(), dict[int, int]()
         self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
         self.lsn = self.version = self.steps = self.dropped = self.view = 0
-        self.seeded = False
+        self.seeded = self._lent = False
         self.vectors: dict[str, Tensor] = {}
         self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
 
@@ -50,6 +50,8 @@ class Range:
         """Take the next step of the history."""
         assert entry.lsn == self.lsn + 1, (entry.lsn, self.lsn)
         self.lsn = entry.lsn
+        if self._lent and (entry.push is not None or entry.seed is not None or entry.call is not None):
+            self.weights, self._lent = self.weights.clone(), False
         if entry.seed is not None:
             self.weights.copy_(entry.seed)
             self.seeded = True
@@ -82,6 +84,11 @@ class Range:
         for worker in entry.left:
             self.clocks.leave(worker)
             self.left = (*self.left, worker)
+
+    def lend(self) -> Tensor:
+        """The weights as they are now; whoever changes them next works on a copy."""
+        self._lent = True
+        return self.weights
 
     def others(self, worker: int) -> int:
         """Pushes of everyone but a worker that the weights hold."""

@@ -26,6 +26,7 @@ from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
+from lightning_parallel.server.transport.memory import keep_freed_memory
 from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.transport.zeromq import Keys, Node, endpoint_in
 
@@ -184,5 +185,6 @@ def launch(
 
 def _child(target: object, *args: object) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     assert callable(target)
     target(*args)

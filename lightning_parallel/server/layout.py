@@ -67,6 +67,8 @@ class Layout:
 
     def join(self, parts: Mapping[int, Tensor]) -> Tensor:
         """The vector of all ranges, key -> values."""
+        if self.num_ranges == 1:
+            return parts[0]
         return torch.cat([parts[key] for key in range(self.num_ranges)])
 
 

@@ -1,8 +1,8 @@
 """A batch in small portions: handed to whoever is idle, those that are late handed out twice, each counted once.
 
-The one idea: portions are much smaller than a worker's share, so that fast workers take more of them; at the end whoever is
-idle repeats what is still outstanding, and the first result of a portion is the one that counts. Left out: what a portion's
-result is.
+The one idea: portions are much smaller than a worker's share, so that fast workers take more of them; at the end
+whoever is idle repeats what is still outstanding, and the first result of a portion is the one that counts. Left out:
+what a portion's result is.
 
 Source:
     Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.2 (Sandblaster).

@@ -65,5 +65,5 @@ class Reader:
     def rows(self, request: int) -> Rows:
         """The range as it is now."""
         part, precision = self.part, self.rules.pull_precision
-        values = part.weights.clone() if isinstance(precision, Float32) else encode(part.weights, precision)
+        values = part.lend() if isinstance(precision, Float32) else encode(part.weights, precision)
         return Rows(part.key, request, values, dict(part.seqs), part.clocks.copy(), part.clocks.minimum, part.left)

@@ -1,13 +1,13 @@
 """L-BFGS whose vectors never leave the servers: a coordinator sends dot, scale, axpy and copy, and gets numbers back.
 
-The one idea: each range keeps named vectors beside its weights (``x``, ``g``, and the last m differences of both), and a call
-is an entry of the range's history like any update: replicated, logged, done once. The coordinator adds the ranges' dot
-products and decides; a call's number makes it idempotent. Gradients come from workers that take portions of the batch
-(``portions.py``) and push them into a sum, each portion once. Left out: stochastic batches.
+The one idea: each range keeps named vectors beside its weights (``x``, ``g``, and the last m differences of both), and
+a call is an entry of the range's history like any update: replicated, logged, done once. The coordinator adds the
+ranges' dot products and decides; a call's number makes it idempotent. Gradients come from workers that take portions
+of the batch (``portions.py``) and push them into a sum, each portion once. Left out: stochastic batches.
 
 Source:
-    Dean et al., NIPS 2012, section 4.2; Nocedal and Wright, Numerical Optimization, 2nd ed., algorithms 7.4, 7.5 (L-BFGS)
-    and 3.5, 3.6 (line search for the strong Wolfe conditions).
+    Dean et al., NIPS 2012, section 4.2; Nocedal and Wright, Numerical Optimization, 2nd ed., algorithms 7.4, 7.5
+    (L-BFGS) and 3.5, 3.6 (line search for the strong Wolfe conditions).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
     """Do one call on a range's vectors; float64, so that sums over ranges agree with one process.
 
     Calls: ``("dot", a, b)``, ``("scale", a, number)``, ``("axpy", number, a, b)`` is ``b += number * a``,
-    ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest magnitude, ``("zero", a, like)``, ``("add", a)`` adds the
-    values that came with the call, ``("drop", a)`` forgets a vector, ``("store",)`` makes ``x`` the range's weights.
+    ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest magnitude, ``("zero", a, like)``, ``("add", a)``
+    adds the values that came with the call, ``("drop", a)`` forgets a vector, ``("store",)`` makes ``x`` the range's
+    weights.
 
     Raises:
         ValueError: there is no such call, or no such vector.
@@ -48,7 +49,8 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
             return 0.0
         _CHANGES[str(name)](vectors, *rest)
     except KeyError as error:
-        raise ValueError(f"No call or vector {error} in {words!r}; vectors are {', '.join(sorted(vectors))}.") from error
+        raise ValueError(f"No call or vector {error} in {words!r}; vectors are {', '.join(sorted(vectors))}.") from
+        error
     return 0.0
 
 

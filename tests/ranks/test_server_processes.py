@@ -36,8 +36,8 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
         session.settle()
         result = session.pull()
         vector = result.vector.tolist()
-        pipe.send(("done", session.client.worker, vector, {w: n for w, n in result.seqs.items() if w not in result.torn}))
-        session.close()
+        pipe.send(("done", session.client.worker, vector, {w: n for w, n in result.seqs.items() if w not in
+        result.torn})) session.close()
     except LeaseLostError as error:
         pipe.send(("lost", session.client.worker, str(error)))
 

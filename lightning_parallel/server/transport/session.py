@@ -54,15 +54,15 @@ class Session:
         assert self.client.result is not None
         return self.client.result
 
-    def push(self, vector: Tensor | None, tick: bool = True, lr: float | None = None) -> None:
-        """Send an update; returns once it is on its way, and waits where too many are.
+    def push(self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True) -> None:
+        """Send an update, see ``Client.push``; returns once it is on its way, and waits where too many are.
 
         Raises:
             LeaseLostError: the manager took this worker for gone.
             TimeoutError: there was no room in time.
         """
         self._do(lambda now: [], lambda: self.client.may_push)
-        self._do(lambda now: self.client.push(vector, now, tick, lr))
+        self._do(lambda now: self.client.push(vector, now, tick, lr, copy))
 
     def settle(self) -> None:
         """Wait until every push is with all replicas."""

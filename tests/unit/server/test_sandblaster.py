@@ -47,7 +47,9 @@ def test_the_minimum_is_scipys(ranges):
 
     def evaluate() -> float:
         loss, gradient = whole(torch.cat([vectors["x"] for vectors in shards.vectors]).numpy())
-        for vectors, part in zip(shards.vectors, Layout(COLUMNS, ranges).split(torch.from_numpy(gradient)), strict=True):
+        for vectors, part in zip(
+            shards.vectors, Layout(COLUMNS, ranges).split(torch.from_numpy(gradient)), strict=True
+        ):
             vectors["g"] = part.clone()
         return loss
 
