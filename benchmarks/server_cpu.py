@@ -2,8 +2,9 @@
 
     python benchmarks/server_cpu.py [--megabytes 64] [--passes 5] [--port 15600]
 
-A round trip is: push N bytes, the server does ``w += g``, pull N bytes. Passes of all variants take turns, and the least time
-of each is shown with its ratio to the raw TCP socket of the same run. Then: a 4 kB round trip, shards, workers, replicas.
+A round trip is: push N bytes, the server does ``w += g``, pull N bytes. Passes of all variants take turns, and the
+least time of each is shown with its ratio to the raw TCP socket of the same run. Then: a 4 kB round trip, shards,
+workers, replicas.
 """
 
 from __future__ import annotations

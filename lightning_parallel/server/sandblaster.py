@@ -49,8 +49,8 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
             return 0.0
         _CHANGES[str(name)](vectors, *rest)
     except KeyError as error:
-        raise ValueError(f"No call or vector {error} in {words!r}; vectors are {', '.join(sorted(vectors))}.") from
-        error
+        known = ", ".join(sorted(vectors))
+        raise ValueError(f"No call or vector {error} in {words!r}; vectors are {known}.") from error
     return 0.0
 
 

@@ -36,8 +36,9 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
         session.settle()
         result = session.pull()
         vector = result.vector.tolist()
-        pipe.send(("done", session.client.worker, vector, {w: n for w, n in result.seqs.items() if w not in
-        result.torn})) session.close()
+        whole = {worker: seq for worker, seq in result.seqs.items() if worker not in result.torn}
+        pipe.send(("done", session.client.worker, vector, whole))
+        session.close()
     except LeaseLostError as error:
         pipe.send(("lost", session.client.worker, str(error)))
 

@@ -102,7 +102,7 @@ class Link:
 
     def push(self) -> None:
         """Send what credits and socket allow."""
-        if self.outstanding and time.monotonic() - self.heard > self.node.patience:
+        if self.outstanding >= WINDOW and time.monotonic() - self.heard > self.node.patience:
             self._start_over()
         self.blocked = False
         while self.outstanding < WINDOW and (frame := self._frame()) is not None:
@@ -111,9 +111,9 @@ class Link:
             except zmq.Again:
                 self.ready, self.blocked = frame, True
                 return
-            if self.outstanding == 0:
-                self.heard = time.monotonic()
             self.outstanding += 1
+            if self.outstanding == WINDOW:
+                self.heard = time.monotonic()
 
     def _frame(self) -> Frame | None:
         if self.ready is not None:
@@ -345,7 +345,8 @@ class Node:
         message = assembly.message()
         if message.source.encode() != peer:
             raise WireError("a message in another's name")
-        self._credit(peer, assembly.header.number)
+        if assembly.header.flags & wire.SLAB or self._owed[peer] >= FRESH_CREDIT:
+            self._credit(peer, assembly.header.number)
         if isinstance(message.body, m.Hello) and message.body.endpoint:
             self.book.setdefault(message.source, message.body.endpoint)
         self.send(self.machine.handle(message, self.now()))

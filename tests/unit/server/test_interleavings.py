@@ -144,3 +144,26 @@ def test_a_restarted_worker_of_the_same_name_takes_over():
     first, second = world.workers[0], world.workers[2]
     assert first.client.lost and second.finished and second.client.worker == 3
     world.check_end()
+
+
+def test_training_goes_on_without_the_manager():
+    world = Faults(Plan(9, rule=2, workers=3, server_faults=0, steps=6))
+    world.leave = False
+    world.network.run(until=lambda: world.network.now > 3)
+    world.network.crash("manager")
+    world.run()
+    assert [worker.done for worker in world.workers] == [6, 6, 6]
+    world.check_end()
+
+
+def test_servers_that_join_take_ranges_over_and_ranges_of_those_that_leave_find_new_ones():
+    world = Faults(Plan(2, rule=2, workers=2, servers=3, ranges=3, server_faults=0, steps=20))
+    world.network.at(4.0, world.add_server)
+    world.network.at(5.0, world.add_server)
+    world.network.at(12.0, lambda: world.network.crash("s0"))
+    world.run().settle()
+    world.check_end()
+    chains = world.manager.view.chains.values()
+    assert {len(chain) for chain in chains} == {3}
+    assert {"s3", "s4"} & {server for chain in chains for server in chain}
+    assert not any("s0" in chain for chain in chains)
