@@ -7,7 +7,7 @@
     payload  the tensors' bytes, one after the other
 
 The one idea: what is read is checked against the annotations of the body's class before any state machine sees it; what
-does not fit is a ``WireError``, whatever the bytes are. The CRC covers header and meta; payload is TCP's business.
+does not fit is a ``WireError``, whatever the bytes are. The CRC covers header and frame 0; the rest is TCP's business.
 Left out: who may speak at all (``transport/zeromq.py``).
 """
 

@@ -18,6 +18,7 @@ from lightning_parallel.server.messages import Message
 from lightning_parallel.server.wire import Header, WireError
 
 FRAME_BYTES = 1 << 20
+INLINE_BYTES = 1 << 15  # payloads up to that travel behind the meta, in frame 0
 
 Frame = tuple[bytes, bytes | memoryview]
 
@@ -42,6 +43,10 @@ def cut(message: Message, job: int, number: int, offset: int | None = None) -> I
         return
     pieces = [piece for tensor in tensors for piece in _pieces(view_bytes(tensor), FRAME_BYTES)]
     total = sum(len(piece) for piece in pieces)
+    if total <= INLINE_BYTES:
+        content = meta + b"".join(pieces)
+        yield Header(op, 0, job, number, 0, 1, len(meta), total).pack(content), content
+        return
     frames = 1 + len(pieces)
     yield Header(op, 0, job, number, 0, frames, len(meta), total).pack(meta), meta
     for index, piece in enumerate(pieces):
@@ -58,14 +63,15 @@ class Assembly:
 
     Args:
         header: of frame 0.
-        meta: content of frame 0.
+        content: of frame 0: the meta, and a small payload behind it.
         most: bytes that a message may have at most.
 
     Raises:
         WireError: frame 0 does not announce a message of at most so many bytes.
     """
 
-    def __init__(self, header: Header, meta: bytes | memoryview, most: int) -> None:
+    def __init__(self, header: Header, content: bytes | memoryview, most: int) -> None:
+        meta, inline = content[: header.meta], content[header.meta :]
         if header.frame != 0 or header.meta != len(meta):
             raise WireError("a message begins in the middle")
         shapes = wire.describe(meta)
@@ -78,6 +84,17 @@ class Assembly:
         self.tensors = [torch.empty(length, dtype=dtype) for dtype, length in shapes]
         self._places = [view_bytes(tensor) for tensor in self.tensors if tensor.numel()]
         self._offset = 0
+        if inline:
+            self._fill(inline)
+
+    def _fill(self, inline: bytes | memoryview) -> None:
+        if len(inline) != sum(map(len, self._places)) or self.header.frames != 1 or self.header.flags & wire.SLAB:
+            raise WireError("the tensors are not as long as the payload")
+        at = 0
+        for place in self._places:
+            place[:] = inline[at : at + len(place)]
+            at += len(place)
+        self._places = []
 
     def place(self, header: Header) -> memoryview:
         """Where the content of the next frame belongs.

@@ -33,6 +33,7 @@ WINDOW = 8
 CREDIT = 255  # op of a credit
 FRESH_CREDIT = 4  # frames after which a credit is sent
 QUEUE = 256  # messages that wait for one peer at most
+COPY_BELOW = 1 << 16  # bytes of a frame below which handing over memory costs more than a copy
 SLAB_FROM = 1 << 14  # bytes from which shared memory is used
 PEERS = 1024  # peers of which something half arrived is kept at most
 
@@ -107,7 +108,7 @@ class Link:
         self.blocked = False
         while self.outstanding < WINDOW and (frame := self._frame()) is not None:
             try:
-                self.socket.send_multipart(frame, flags=zmq.NOBLOCK, copy=False)
+                self.socket.send_multipart(frame, flags=zmq.NOBLOCK, copy=len(frame[1]) < COPY_BELOW)
             except zmq.Again:
                 self.ready, self.blocked = frame, True
                 return
@@ -301,14 +302,17 @@ class Node:
         raw = self._part("a frame without a header")
         if len(raw) != wire.HEADER.size:
             raise WireError("not a header")
-        begins = wire.HEADER.unpack(raw)[6] == 0
-        meta = self._part("a frame without content") if begins else b""
-        if len(meta) > wire.MOST_META:
+        fields = wire.HEADER.unpack(raw)
+        begins, meta_bytes = fields[6] == 0, fields[8]
+        content = self._part("a frame without content") if begins else b""
+        if meta_bytes > wire.MOST_META:
             raise WireError("too much meta")
-        header = unpack_header(raw, meta)
+        header = unpack_header(raw, content)
         if header.job != self.job:
             raise WireError("of another job")
-        assembly = self._begin(peer, header, meta) if begins else self._go_on(peer, header)
+        if begins and self.router.rcvmore:
+            raise WireError("more parts than a frame has")
+        assembly = self._begin(peer, header, content) if begins else self._go_on(peer, header)
         self._owed[peer] += 1
         if assembly.is_whole:
             del self._assemblies[peer]
@@ -321,13 +325,13 @@ class Node:
             raise WireError(otherwise)
         return self.router.recv()
 
-    def _begin(self, peer: bytes, header: Header, meta: bytes) -> Assembly:
+    def _begin(self, peer: bytes, header: Header, content: bytes) -> Assembly:
         if header.number <= self._last.get(peer, 0):
             raise WireError("a message that came before")
         if len(self._assemblies) >= PEERS:
             raise WireError("too many peers at once")
         self._last[peer] = header.number
-        assembly = self._assemblies[peer] = Assembly(header, meta, self.most)
+        assembly = self._assemblies[peer] = Assembly(header, content, self.most)
         return assembly
 
     def _go_on(self, peer: bytes, header: Header) -> Assembly:

@@ -40,8 +40,8 @@ def same(a, b) -> bool:
 
 
 def assemble(frames) -> m.Message:
-    (first, meta), *rest = frames
-    assembly = Assembly(wire.unpack_header(first, meta), meta, 1 << 30)
+    (first, content), *rest = frames
+    assembly = Assembly(wire.unpack_header(first, content), content, 1 << 30)
     for header, content in rest:
         assembly.place(wire.unpack_header(header))[:] = content
     assert assembly.is_whole
@@ -64,9 +64,9 @@ def test_a_large_message_is_cut_to_a_megabyte():
 
 
 def test_what_is_announced_is_not_allocated_beyond_the_limit():
-    (first, meta), *_ = cut(m.Message("a", "b", 0, m.Seed(0, torch.zeros(1000))), 1, 1)
+    (first, content), *_ = cut(m.Message("a", "b", 0, m.Seed(0, torch.zeros(1000))), 1, 1)
     with pytest.raises(WireError, match="a message of 4000 bytes; at most 3999 are taken"):
-        Assembly(wire.unpack_header(first, meta), meta, 3999)
+        Assembly(wire.unpack_header(first, content), content, 3999)
 
 
 @pytest.mark.parametrize(
