@@ -172,6 +172,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
+        self._loss_scale: LossScale | None = None
         self.stats: PipelineStats | None = None
 
     def axes(self) -> Mapping[str, int]:
@@ -214,6 +215,11 @@ class PipelineStrategy(PipelineCheckpoints):
         assert self._metrics is not None, "the metrics are watched after setup"
         return self._metrics
 
+    @property
+    def loss_scale(self) -> LossScale:
+        assert self._loss_scale is not None, "there is one after setup"
+        return self._loss_scale
+
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -247,7 +253,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather, shares)
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
-        self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
+        self._loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)
@@ -301,8 +307,8 @@ class PipelineStrategy(PipelineCheckpoints):
         for replaced in ("clip_grad_by_norm", "forward_context"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
-        if self._pipeline is not None:
-            self.loss_scale.release()
+        if self._loss_scale is not None:
+            self._loss_scale.release()
         if self._metrics is not None:
             self.metrics.release(failed)
             self._metrics = None

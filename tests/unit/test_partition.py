@@ -176,7 +176,7 @@ def test_units_are_timed_without_the_whole_model(device: str):
     seconds = {name: cost.forward + cost.backward for name, cost in costs.items()}
     assert seconds["blocks.2"] > 2 * seconds["blocks.0"] > 0
     assert min(costs["blocks.2"].input_grad, costs["blocks.2"].weight_grad) > 0
-    # Of 64 rows: the input of each linear layer and ReLU's output, which is the second one's input. W needs both inputs.
+    # Of 64 rows: the input of each linear layer (of the second it is ReLU's output). W needs both.
     assert (costs["blocks.2"].saved, costs["blocks.2"].waiting) == (2 * 64 * 1024 * 4, 2 * 64 * 1024 * 4)
     assert all(p.grad is None for p in model.parameters())
 

@@ -7,6 +7,7 @@ state. All scenarios of a file run in one launch of ranks, one after the other.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,7 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
 
     def on_rank(rank: int, port: int) -> list[Outcome]:
         join(rank, entry.ranks, port)
+        warnings.filterwarnings("ignore", message=entry.advice)
         return [_run(scenario, entry, folder) for scenario in scenarios]
 
     results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=entry.timeout)

@@ -22,7 +22,9 @@ class Entry:
         name: its string in Lightning's registry.
         ranks: how many processes run it.
         options: what it is built with, beside what the string says.
-        trainer: what its Trainers are built with, beside what a scenario says.
+        trainer: what a Trainer is given too. Ranks that would see different rows are all given all rows, so that the
+            mean of their gradients is one process's; different rows are tested elsewhere.
+        advice: a warning of Lightning's that does not count.
         whole_batches: options with which a step sees its batch whole, as BatchNorm needs to equal one process.
         refuses: what it refuses by design (names in ``test_refused.REFUSED``), and a part of what it says.
         core: whether it runs only the scenarios that are marked so, since a sibling runs all of them.
@@ -36,6 +38,7 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     whole_batches: Mapping[str, Any] = field(default_factory=dict)
+    advice: str = "no such warning"
     refuses: Mapping[str, str] = field(default_factory=dict)
     core: bool = False
     without: Collection[str] = ()
@@ -121,6 +124,35 @@ PIPELINE: dict[str, Any] = {
         ),
     },
 }
+ZERO: dict[str, Any] = {
+    "options": {"bucket_mb": 1e-4, "master_weights": False},
+    "trainer": {"use_distributed_sampler": False},
+    "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
+    "refuses": {
+        "optimizer_that_runs_its_closure_again": (
+            "ZeROStrategy got LBFGS, but its step takes products over all parameters and decides by the loss how often"
+            " to run the step; each rank holds pieces of parameters. Use an optimizer that treats each element by"
+            " itself (SGD, Adam, AdamW, RMSprop, ...)."
+        ),
+        # Lightning's own words, under any strategy (the first) or any of several ranks.
+        "step_on_an_iterator": "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)`",
+        "step_that_returns_none": "Skipping the `training_step` by returning None in distributed training is not",
+        "batch_size_finder": "The Batch size finder is not supported with distributed strategies.",
+    },
+}
+ZERO_3: dict[str, Any] = {
+    **ZERO,
+    "refuses": {
+        **ZERO["refuses"],
+        "graph_of_the_model": (
+            'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
+            " process a part. Leave log_graph out, and log the graph in one process."
+        ),
+        # PyTorch's own words for a sharded tensor that meets a whole one, or is read.
+        "norms_of_all_gradients": "but its data is not allocated yet",
+        "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
+    },
+}
 # Two stages on each of two ranks.
 IN_FOUR: dict[str, Any] = {
     **PIPELINE,
@@ -144,6 +176,9 @@ STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True),
+    Entry("zero_1", 2, **ZERO, core=True),
+    Entry("zero_2", 2, **ZERO),
+    Entry("zero_3", 2, **ZERO_3, core=True),
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, core=True),
     Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
     # What follows is slow; `make test` trains with each string in tests/trainer/test_many_stages.py.

@@ -142,6 +142,7 @@ class WithAnExample(Classifier):
 
 
 def graph_of_the_model(run: Run) -> Any:
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.trace.*` is deprecated")
     fit(run, WithAnExample(), logger=TensorBoardLogger(run.folder, log_graph=True))
 
 
