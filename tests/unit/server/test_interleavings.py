@@ -19,6 +19,7 @@ def test_what_must_hold_holds_in_random_interleavings(plan):
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 @settings(max_examples=100_000, phases=[Phase.generate], **QUIET)
 @given(plans)
 @pytest.mark.timeout(6 * 3600)
