@@ -22,9 +22,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.strategies.arguments import all_are
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -32,6 +34,7 @@ from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.state import whole_on_owners
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -57,6 +60,9 @@ class ZeROStrategy(MeshStrategy):
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
         offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
+        state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
+            share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
+            is resumed from, whichever is set; every rank then reads all of it.
         broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
@@ -80,6 +86,7 @@ class ZeROStrategy(MeshStrategy):
         blocks: str | Sequence[str] = "auto",
         master_weights: bool = True,
         offload: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
@@ -94,6 +101,9 @@ class ZeROStrategy(MeshStrategy):
         _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
         _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
         _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
+        words = '"full" or "sharded"'
+        _refuse(state_dict_type=(state_dict_type, state_dict_type in ("full", "sharded"), words))
+        self.state_dict_type = state_dict_type
         switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
         _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
         self.zero_stage, self.engine_name = stage, engine
@@ -270,18 +280,58 @@ class ZeROStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._engine is None:
             return super().lightning_module_state_dict()
+        if self.state_dict_type == "sharded":
+            pieces = self.engine.model_pieces(self.lightning_module)
+            whole = self._deal_out(pieces, list(self.lightning_module.state_dict()))
+            return {name: fields["value"] for name, fields in whole.items()}
         return self.engine.model_state(self.lightning_module, self._gather)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.state_dict_type == "sharded":
+            pieces, groups = self.engine.optimizer_pieces(inner)
+            numbers = [number for group in groups for number in group["params"]]
+            return {"state": self._deal_out(pieces, numbers), "param_groups": groups}
         return self.engine.optimizer_state(inner, self._gather)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.state_dict_type == "sharded":
+            self._save_sharded(checkpoint, filepath)
+            return
         if "optimizer_states" in checkpoint and self._engine is not None:
             checkpoint.update(self.engine.extra_state(self._gather))
         with self.connected():  # after the run nothing else keeps the other ranks from reading it too soon
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        assert self.lightning_module is not None
+        if "://" in str(filepath):
+            raise ValueError(
+                f'{filepath} is remote, but state_dict_type="sharded" writes a folder that all hosts see. Give a path'
+                ' of a shared file system, or use state_dict_type="full".'
+            )
+        with self.connected():
+            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
+
+    def _deal_out(self, pieces: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
+        """What this rank is to save of all ranks' pieces."""
+        self.raise_failure()
+        with self.connected(), self.blocked("the other ranks' states"):
+            return whole_on_owners(pieces, keys, self._deal)
+
+    def _deal(self, part: Any, turn: int) -> list[Any] | None:
+        owner = turn % self.world_size
+        if self.world_size == 1:
+            return [part]
+        parts: list[Any] | None = [None] * self.world_size if self.global_rank == owner else None
+        dist.gather_object(part, parts, dst=owner)
+        return parts
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_sharded(Path(checkpoint_path)):
+            return load_sharded(Path(checkpoint_path), weights_only=as_lightning_reads(weights_only))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -289,11 +339,15 @@ class ZeROStrategy(MeshStrategy):
             self.engine.load_model_state(self.lightning_module, checkpoint, strict)
             return
         super().load_model_state_dict(checkpoint, strict)
-        self._masters = checkpoint.get(MASTERS, {})
+        self._masters = checkpoint.get(MASTERS) or {k: v for k, v in checkpoint["state_dict"].items() if _is_wide(v)}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(optimizer, state)
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
 def _refuse(**arguments: tuple[Any, bool, str]) -> None:

@@ -18,6 +18,7 @@ from lightning_parallel.zero.partition import Partition, is_by_element
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
 
 Gather = Callable[[Any], Sequence[Any] | None]
+Deal = Callable[[Any, int], Sequence[Any] | None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,25 @@ def join_pieces(parts: Sequence[Mapping[Any, Mapping[str, Any]]]) -> dict[Any, d
         of_ranks = [part[key] for part in parts if key in part]
         joined[key] = {name: _join([of[name] for of in of_ranks]) for name in of_ranks[0]}
     return joined
+
+
+def whole_on_owners(pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any], deal: Deal) -> dict[Any, Any]:
+    """Whole tensors of pieces, each on one rank, dealt in turn; one of them is on its way at a time. Collective.
+
+    Args:
+        pieces: this rank's.
+        keys: of all ranks' pieces, in the same order on every rank.
+        deal: gathers an object of every rank on the rank whose turn it is, None elsewhere.
+
+    Returns:
+        What this rank is to save.
+    """
+    found: dict[Any, Any] = {}
+    for turn, key in enumerate(keys):
+        parts = deal(pieces.get(key), turn)
+        if parts is not None and (there := [part for part in parts if part]):
+            found |= join_pieces([{key: part} for part in there])
+    return found
 
 
 def load_optimizer_state(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
