@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
-from lightning_parallel.strategies.arguments import all_are
+from lightning_parallel.strategies.arguments import all_are, is_count
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
-from lightning_parallel.trainer.holders import hold_whole_states, model_copies
+from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
@@ -59,6 +59,8 @@ class ZeROStrategy(MeshStrategy):
             container, or names of blocks.
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
+        shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
+            parts on every such group, between which gradients are averaged part by part. Default is all ranks.
         offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
@@ -85,6 +87,7 @@ class ZeROStrategy(MeshStrategy):
         bucket_mb: float = 32.0,
         blocks: str | Sequence[str] = "auto",
         master_weights: bool = True,
+        shard_size: int | None = None,
         offload: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
@@ -101,6 +104,9 @@ class ZeROStrategy(MeshStrategy):
         _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
         _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
         _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
+        right = shard_size is None or (is_count(shard_size, 1) and engine == "native")
+        _refuse(shard_size=(shard_size, right, 'a number of ranks, 1 or more, with engine="native"'))
+        self.shard_size = shard_size
         words = '"full" or "sharded"'
         _refuse(state_dict_type=(state_dict_type, state_dict_type in ("full", "sharded"), words))
         self.state_dict_type = state_dict_type
@@ -157,7 +163,7 @@ class ZeROStrategy(MeshStrategy):
             refuse_optimizer(optimizer, type(self).__name__)
         if self.engine_name == "native":
             partition = Partition(
-                self.lightning_module, self.optimizers, Ranks(self.global_rank, self.world_size), self._options(),
+                self.lightning_module, self.optimizers, self._ranks(), self._options(),
                 control=self._control, waiting=self.blocked, agree=self._agree,
             )  # fmt: skip
             self._engine = NativeEngine(partition, self.broadcast_buffers)
@@ -168,6 +174,20 @@ class ZeROStrategy(MeshStrategy):
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _ranks(self) -> Ranks:
+        """Who shares what: all ranks, or neighbours, whose counterparts elsewhere own the same."""
+        size, world, rank = self.shard_size or self.world_size, self.world_size, self.global_rank
+        if world % size:
+            raise ValueError(
+                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
+            )
+        if size == world:
+            return Ranks(rank, world)
+        neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+        place, replica = rank % size, rank // size
+        return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None
@@ -194,6 +214,8 @@ class ZeROStrategy(MeshStrategy):
         copies = model_copies(trainer, module)
         engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
         engine.broadcast_buffers = self.broadcast_buffers
+        if self.state_dict_type == "sharded":
+            refuse_sharded(trainer, module, type(self).__name__)
         for copied in copies:
             hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
         return engine

@@ -78,7 +78,7 @@ class NativeEngine:
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state; on the first rank in memory of its own, which a file may be made of."""
         state = module.state_dict()
-        if self.partition.ranks.rank:
+        if self.partition.ranks.rank or self.partition.ranks.replica:
             return state
         return {name: _own_memory(value) for name, value in state.items()}
 
@@ -89,7 +89,7 @@ class NativeEngine:
         own = {
             name: {"value": _own_memory(value)}
             for turn, (name, value) in enumerate(module.state_dict().items())
-            if name not in copied and turn % ranks.size == ranks.rank
+            if name not in copied and turn % ranks.size == ranks.rank and not ranks.replica
         }
         return own | {name: {"value": fields["master"]} for name, fields in masters.items()}
 

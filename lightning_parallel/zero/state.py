@@ -63,6 +63,8 @@ def numbered_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def own_pieces(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     """This rank's part of the optimizer's state: by number of the parameter, by field."""
     partition, found = optimizer.partition, {}
+    if partition.ranks.replica:  # another rank owns, and tells, the same
+        return {}
     for number, parameter in enumerate(optimizer.parameters):
         segment = partition.segment(parameter)
         state = None if segment is None else optimizer.optimizer.state.get(segment)
@@ -141,7 +143,7 @@ def refuse_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def own_masters(partition: Partition) -> dict[str, dict[str, Any]]:
     """This rank's part of the 32-bit copies of parameters, by the parameters' names."""
     found: dict[str, dict[str, Any]] = {}
-    for parameter, name in partition.names.items():
+    for parameter, name in partition.names.items() if not partition.ranks.replica else ():
         segment = partition.segment(parameter) if partition.holds(parameter) else None
         if segment is not None and segment.dtype != parameter.dtype:
             found[name] = {"master": _piece("master", segment.detach(), segment, parameter, partition)}

@@ -172,3 +172,20 @@ def test_copies_of_32_bits_in_a_sharded_checkpoint(tmp_path: Path):
     _, whole = on_ranks(sharded, 2)
     [results] = on_ranks([(run(4, resume=tmp_path / "folder", make=Small, **half), zero(2))], 2)
     assert all(torch.equal(results[0].weights[name], value) for name, value in whole[0].weights.items())
+
+
+# -- parts within groups, and in the host's memory ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 2}, {"offload": True}, {"shard_size": 1, "offload": True}])
+def test_other_places_for_the_parts(tmp_path: Path, uninterrupted: Result, options: dict[str, Any]):
+    path = tmp_path / "four.ckpt"
+    [first] = on_ranks([(run(2, saves(path)), zero(2, **options))], 4)
+    assert first[0].optimizers[0]["state"].keys() == uninterrupted.optimizers[0]["state"].keys()
+    [results] = on_ranks([(run(4, resume=path), zero(1, **options))], 4)
+    assert_like(results, uninterrupted, slice(2, None))
+
+
+def test_groups_that_do_not_divide_the_ranks():
+    with pytest.raises(Exception, match=r"shard_size=3\) cannot divide 2 ranks into groups of 3. Use a divisor."):
+        on_ranks([(run(1), zero(2, shard_size=3))], 2)
