@@ -10,31 +10,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.strategies.arguments import all_are, is_count
-from lightning_parallel.strategies.base import MeshStrategy, StartMethod
-from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
+from lightning_parallel.strategies.base import StartMethod
+from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
-from lightning_parallel.zero.native import MASTERS, NativeEngine
+from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
-from lightning_parallel.zero.state import whole_on_owners
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,7 +39,7 @@ Engine = Literal["native", "fsdp2"]
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-class ZeROStrategy(MeshStrategy):
+class ZeROStrategy(ZeROCheckpoints):
     """Divides model states among data-parallel ranks: optimizer states, gradients too, parameters too.
 
     Ranks see different rows, as under DDP, and the model trains as it does there. With mixed-precision Adam a parameter
@@ -96,7 +92,7 @@ class ZeROStrategy(MeshStrategy):
         patience: Patience | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
+        super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         _refuse(stage=(stage, stage in (1, 2, 3), "1, 2 or 3"))
         engine = engine or ("fsdp2" if stage == 3 else "native")
         engines = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}[stage]
@@ -107,26 +103,15 @@ class ZeROStrategy(MeshStrategy):
         right = shard_size is None or (is_count(shard_size, 1) and engine == "native")
         _refuse(shard_size=(shard_size, right, 'a number of ranks, 1 or more, with engine="native"'))
         self.shard_size = shard_size
-        words = '"full" or "sharded"'
-        _refuse(state_dict_type=(state_dict_type, state_dict_type in ("full", "sharded"), words))
-        self.state_dict_type = state_dict_type
         switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
         _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
-        self._engine: NativeEngine | ShardedEngine | None = None
-        self._masters: Mapping[str, Tensor] = {}
         self._control: Any = None
 
     def axes(self) -> Mapping[str, int]:
         return {"data": self.world_size}
-
-    @property
-    def engine(self) -> NativeEngine | ShardedEngine:
-        """What divides the model's states; it exists in `fit`, and after it for saving."""
-        assert self._engine is not None, "the engine exists after setup"
-        return self._engine
 
     def model_states(self) -> ModelStates:
         """What the stage promises this rank in bytes, for callbacks; once an optimizer has stepped."""
@@ -284,92 +269,6 @@ class ZeROStrategy(MeshStrategy):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def _gather(self, part: Any) -> list[Any] | None:
-        """Every rank's part on global rank 0, None elsewhere."""
-        if self.world_size == 1:
-            return [part]
-        self.raise_failure()
-        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        with self.connected(), self.blocked("the other ranks' states"):
-            dist.gather_object(part, parts)
-        return parts
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, at least on global rank 0; all ranks call it."""
-        assert self.lightning_module is not None
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        if self.state_dict_type == "sharded":
-            pieces = self.engine.model_pieces(self.lightning_module)
-            whole = self._deal_out(pieces, list(self.lightning_module.state_dict()))
-            return {name: fields["value"] for name, fields in whole.items()}
-        return self.engine.model_state(self.lightning_module, self._gather)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self.state_dict_type == "sharded":
-            pieces, groups = self.engine.optimizer_pieces(inner)
-            numbers = [number for group in groups for number in group["params"]]
-            return {"state": self._deal_out(pieces, numbers), "param_groups": groups}
-        return self.engine.optimizer_state(inner, self._gather)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self.state_dict_type == "sharded":
-            self._save_sharded(checkpoint, filepath)
-            return
-        if "optimizer_states" in checkpoint and self._engine is not None:
-            checkpoint.update(self.engine.extra_state(self._gather))
-        with self.connected():  # after the run nothing else keeps the other ranks from reading it too soon
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
-        assert self.lightning_module is not None
-        if "://" in str(filepath):
-            raise ValueError(
-                f'{filepath} is remote, but state_dict_type="sharded" writes a folder that all hosts see. Give a path'
-                ' of a shared file system, or use state_dict_type="full".'
-            )
-        with self.connected():
-            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
-
-    def _deal_out(self, pieces: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
-        """What this rank is to save of all ranks' pieces."""
-        self.raise_failure()
-        with self.connected(), self.blocked("the other ranks' states"):
-            return whole_on_owners(pieces, keys, self._deal)
-
-    def _deal(self, part: Any, turn: int) -> list[Any] | None:
-        owner = turn % self.world_size
-        if self.world_size == 1:
-            return [part]
-        parts: list[Any] | None = [None] * self.world_size if self.global_rank == owner else None
-        dist.gather_object(part, parts, dst=owner)
-        return parts
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if is_sharded(Path(checkpoint_path)):
-            return load_sharded(Path(checkpoint_path), weights_only=as_lightning_reads(weights_only))
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self._engine is not None:
-            self.engine.load_model_state(self.lightning_module, checkpoint, strict)
-            return
-        super().load_model_state_dict(checkpoint, strict)
-        self._masters = checkpoint.get(MASTERS) or {k: v for k, v in checkpoint["state_dict"].items() if _is_wide(v)}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(optimizer, state)
-
-
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
 def _refuse(**arguments: tuple[Any, bool, str]) -> None:
