@@ -154,7 +154,7 @@ def load_masters(partition: Partition, masters: Mapping[str, Tensor]) -> None:
     """Take this rank's part of the 32-bit copies; parameters that have none keep what was made of their values."""
     for parameter, name in partition.names.items():
         segment = partition.segment(parameter) if partition.holds(parameter) else None
-        if name in masters and segment is not None:
+        if name in masters and segment is not None and segment.dtype != parameter.dtype:
             begin, end = partition.piece(parameter)
             segment.data.copy_(masters[name].flatten()[begin:end])
 
