@@ -10,26 +10,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.failure.watch import Patience
-from lightning_parallel.strategies.arguments import all_are
-from lightning_parallel.strategies.base import MeshStrategy, StartMethod
-from lightning_parallel.trainer.holders import hold_whole_states, model_copies
+from lightning_parallel.strategies.arguments import all_are, is_count
+from lightning_parallel.strategies.base import StartMethod
+from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
-from lightning_parallel.zero.native import MASTERS, NativeEngine
+from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
 
@@ -40,7 +39,7 @@ Engine = Literal["native", "fsdp2"]
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-class ZeROStrategy(MeshStrategy):
+class ZeROStrategy(ZeROCheckpoints):
     """Divides model states among data-parallel ranks: optimizer states, gradients too, parameters too.
 
     Ranks see different rows, as under DDP, and the model trains as it does there. With mixed-precision Adam a parameter
@@ -56,7 +55,12 @@ class ZeROStrategy(MeshStrategy):
             container, or names of blocks.
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
+        shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
+            parts on every such group, between which gradients are averaged part by part. Default is all ranks.
         offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
+        state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
+            share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
+            is resumed from, whichever is set; every rank then reads all of it.
         broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
@@ -79,14 +83,16 @@ class ZeROStrategy(MeshStrategy):
         bucket_mb: float = 32.0,
         blocks: str | Sequence[str] = "auto",
         master_weights: bool = True,
+        shard_size: int | None = None,
         offload: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",
         timeout: timedelta = timedelta(minutes=30),
         patience: Patience | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(start_method=start_method, timeout=timeout, patience=patience, **kwargs)
+        super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         _refuse(stage=(stage, stage in (1, 2, 3), "1, 2 or 3"))
         engine = engine or ("fsdp2" if stage == 3 else "native")
         engines = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}[stage]
@@ -94,23 +100,18 @@ class ZeROStrategy(MeshStrategy):
         _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
         _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
         _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
+        right = shard_size is None or (is_count(shard_size, 1) and engine == "native")
+        _refuse(shard_size=(shard_size, right, 'a number of ranks, 1 or more, with engine="native"'))
+        self.shard_size = shard_size
         switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
         _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
-        self._engine: NativeEngine | ShardedEngine | None = None
-        self._masters: Mapping[str, Tensor] = {}
         self._control: Any = None
 
     def axes(self) -> Mapping[str, int]:
         return {"data": self.world_size}
-
-    @property
-    def engine(self) -> NativeEngine | ShardedEngine:
-        """What divides the model's states; it exists in `fit`, and after it for saving."""
-        assert self._engine is not None, "the engine exists after setup"
-        return self._engine
 
     def model_states(self) -> ModelStates:
         """What the stage promises this rank in bytes, for callbacks; once an optimizer has stepped."""
@@ -147,7 +148,7 @@ class ZeROStrategy(MeshStrategy):
             refuse_optimizer(optimizer, type(self).__name__)
         if self.engine_name == "native":
             partition = Partition(
-                self.lightning_module, self.optimizers, Ranks(self.global_rank, self.world_size), self._options(),
+                self.lightning_module, self.optimizers, self._ranks(), self._options(),
                 control=self._control, waiting=self.blocked, agree=self._agree,
             )  # fmt: skip
             self._engine = NativeEngine(partition, self.broadcast_buffers)
@@ -158,6 +159,20 @@ class ZeROStrategy(MeshStrategy):
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _ranks(self) -> Ranks:
+        """Who shares what: all ranks, or neighbours, whose counterparts elsewhere own the same."""
+        size, world, rank = self.shard_size or self.world_size, self.world_size, self.global_rank
+        if world % size:
+            raise ValueError(
+                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
+            )
+        if size == world:
+            return Ranks(rank, world)
+        neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+        place, replica = rank % size, rank // size
+        return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None
@@ -184,6 +199,8 @@ class ZeROStrategy(MeshStrategy):
         copies = model_copies(trainer, module)
         engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
         engine.broadcast_buffers = self.broadcast_buffers
+        if self.state_dict_type == "sharded":
+            refuse_sharded(trainer, module, type(self).__name__)
         for copied in copies:
             hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
         return engine
@@ -252,48 +269,6 @@ class ZeROStrategy(MeshStrategy):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def _gather(self, part: Any) -> list[Any] | None:
-        """Every rank's part on global rank 0, None elsewhere."""
-        if self.world_size == 1:
-            return [part]
-        self.raise_failure()
-        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        with self.connected(), self.blocked("the other ranks' states"):
-            dist.gather_object(part, parts)
-        return parts
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, at least on global rank 0; all ranks call it."""
-        assert self.lightning_module is not None
-        if self._engine is None:
-            return super().lightning_module_state_dict()
-        return self.engine.model_state(self.lightning_module, self._gather)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.engine.optimizer_state(inner, self._gather)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint and self._engine is not None:
-            checkpoint.update(self.engine.extra_state(self._gather))
-        with self.connected():  # after the run nothing else keeps the other ranks from reading it too soon
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self._engine is not None:
-            self.engine.load_model_state(self.lightning_module, checkpoint, strict)
-            return
-        super().load_model_state_dict(checkpoint, strict)
-        self._masters = checkpoint.get(MASTERS, {})
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(optimizer, state)
 
 
 def _refuse(**arguments: tuple[Any, bool, str]) -> None:

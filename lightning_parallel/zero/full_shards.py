@@ -87,6 +87,7 @@ class ShardedEngine:
         self.broadcast_buffers = True
         self._saved: dict[int, tuple[Any, Any]] = {}
         self._masters: dict[str, Any] = {}
+        self._model: dict[str, dict[str, Any]] | None = None
         self._shardings = [self._shard(m) for m in (module, *copies)]
 
     @property
@@ -162,6 +163,21 @@ class ShardedEngine:
             for name, value in state.items()
         }
 
+    def model_pieces(self, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """This rank's pieces of the model's state, in 32 bits where the optimizer updates 32 bits."""
+        if self._model is not None:
+            return self._model
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        return {
+            name: {"value": piece_of(value) if isinstance(value, DTensor) else _own_memory(value)}
+            for turn, (name, value) in enumerate(module.state_dict().items())
+            if isinstance(value, DTensor) or turn % ranks == rank
+        }
+
+    def optimizer_pieces(self, optimizer: Optimizer) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+        """This rank's pieces of an optimizer's state, and its groups."""
+        return self._saved.get(id(optimizer)) or (own_pieces(optimizer), numbered_groups(optimizer))
+
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Take this rank's shards of a checkpoint's weights, or of the 32-bit copies if it has them."""
         masters = checkpoint.get(MASTERS, {}) if self.options.master else {}
@@ -169,7 +185,7 @@ class ShardedEngine:
 
     def optimizer_state(self, optimizer: Optimizer, gather: Gather) -> dict[str, Any]:
         """The whole optimizer's state on the gathering rank, nothing elsewhere."""
-        mine, groups = self._saved.get(id(optimizer)) or (own_pieces(optimizer), numbered_groups(optimizer))
+        mine, groups = self.optimizer_pieces(optimizer)
         parts = gather(mine)
         return {} if parts is None else {"state": join_pieces(parts), "param_groups": groups}
 
@@ -224,6 +240,7 @@ class ShardedEngine:
         """Before the ranks part: what may be saved afterwards."""
         self._saved = {id(o): (own_pieces(o), numbered_groups(o)) for o in optimizers}
         self._masters = self._own_masters() if self.options.master else {}
+        self._model = self.model_pieces(self.module)
 
     def release(self) -> None:
         """Give the module back whole, on every rank's host. Collective."""

@@ -21,7 +21,9 @@ from lightning_parallel.zero.state import (
     join_pieces,
     load_masters,
     load_optimizer_state,
+    numbered_groups,
     own_masters,
+    own_pieces,
 )
 
 MASTERS = "master_weights"  # the key of a checkpoint under which 32-bit copies of 16-bit parameters are saved
@@ -76,15 +78,35 @@ class NativeEngine:
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state; on the first rank in memory of its own, which a file may be made of."""
         state = module.state_dict()
-        if self.partition.ranks.rank:
+        if self.partition.ranks.rank or self.partition.ranks.replica:
             return state
         return {name: _own_memory(value) for name, value in state.items()}
+
+    def model_pieces(self, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """This rank's pieces of the model's state: 32-bit copies where there are some, the rest in turn."""
+        masters, ranks = own_masters(self.partition), self.partition.ranks
+        copied = {name for p, name in self.partition.names.items() if self._has_copy(p)}
+        own = {
+            name: {"value": _own_memory(value)}
+            for turn, (name, value) in enumerate(module.state_dict().items())
+            if name not in copied and turn % ranks.size == ranks.rank and not ranks.replica
+        }
+        return own | {name: {"value": fields["master"]} for name, fields in masters.items()}
+
+    def _has_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether any rank updates a copy of 32 bits of a parameter."""
+        narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+        return narrow and self.partition.options.master_weights and self.partition.holds(parameter)
+
+    def optimizer_pieces(self, optimizer: Optimizer) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+        """This rank's pieces of an optimizer's state, and its groups."""
+        return own_pieces(self.partition.sharded(optimizer)), numbered_groups(optimizer)
 
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Take over a checkpoint's weights, and the 32-bit copies if it has them."""
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
         self.partition.refresh()
-        self.load_masters(checkpoint.get(MASTERS, {}))
+        self.load_masters(checkpoint.get(MASTERS) or wider(checkpoint["state_dict"], module))
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
@@ -135,6 +157,16 @@ class NativeEngine:
     def release(self) -> None:
         """Give module and optimizers back."""
         self.partition.release()
+
+
+def wider(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
+    """What a state dict holds with more bits than the module: a sharded checkpoint saves 32-bit copies as weights."""
+    own = dict(module.named_parameters())
+    return {
+        name: value
+        for name, value in state.items()
+        if name in own and isinstance(value, Tensor) and value.element_size() > own[name].element_size()
+    }
 
 
 def _own_memory(value: Any) -> Any:

@@ -18,6 +18,7 @@ from lightning_parallel.zero.partition import Partition, is_by_element
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
 
 Gather = Callable[[Any], Sequence[Any] | None]
+Deal = Callable[[Any, int], Sequence[Any] | None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def numbered_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def own_pieces(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     """This rank's part of the optimizer's state: by number of the parameter, by field."""
     partition, found = optimizer.partition, {}
+    if partition.ranks.replica:  # another rank owns, and tells, the same
+        return {}
     for number, parameter in enumerate(optimizer.parameters):
         segment = partition.segment(parameter)
         state = None if segment is None else optimizer.optimizer.state.get(segment)
@@ -79,6 +82,25 @@ def join_pieces(parts: Sequence[Mapping[Any, Mapping[str, Any]]]) -> dict[Any, d
         of_ranks = [part[key] for part in parts if key in part]
         joined[key] = {name: _join([of[name] for of in of_ranks]) for name in of_ranks[0]}
     return joined
+
+
+def whole_on_owners(pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any], deal: Deal) -> dict[Any, Any]:
+    """Whole tensors of pieces, each on one rank, dealt in turn; one of them is on its way at a time. Collective.
+
+    Args:
+        pieces: this rank's.
+        keys: of all ranks' pieces, in the same order on every rank.
+        deal: gathers an object of every rank on the rank whose turn it is, None elsewhere.
+
+    Returns:
+        What this rank is to save.
+    """
+    found: dict[Any, Any] = {}
+    for turn, key in enumerate(keys):
+        parts = deal(pieces.get(key), turn)
+        if parts is not None and (there := [part for part in parts if part]):
+            found |= join_pieces([{key: part} for part in there])
+    return found
 
 
 def load_optimizer_state(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
@@ -121,7 +143,7 @@ def refuse_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def own_masters(partition: Partition) -> dict[str, dict[str, Any]]:
     """This rank's part of the 32-bit copies of parameters, by the parameters' names."""
     found: dict[str, dict[str, Any]] = {}
-    for parameter, name in partition.names.items():
+    for parameter, name in partition.names.items() if not partition.ranks.replica else ():
         segment = partition.segment(parameter) if partition.holds(parameter) else None
         if segment is not None and segment.dtype != parameter.dtype:
             found[name] = {"master": _piece("master", segment.detach(), segment, parameter, partition)}
@@ -132,7 +154,7 @@ def load_masters(partition: Partition, masters: Mapping[str, Tensor]) -> None:
     """Take this rank's part of the 32-bit copies; parameters that have none keep what was made of their values."""
     for parameter, name in partition.names.items():
         segment = partition.segment(parameter) if partition.holds(parameter) else None
-        if name in masters and segment is not None:
+        if name in masters and segment is not None and segment.dtype != parameter.dtype:
             begin, end = partition.piece(parameter)
             segment.data.copy_(masters[name].flatten()[begin:end])
 

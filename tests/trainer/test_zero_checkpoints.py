@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_parallel import cli
 from tests.trainer.modules import Classifier, chain, row_dataset
 from tests.trainer.pipelines import LOSS, WEIGHTS, assert_same_optimizer
 from tests.trainer.zeros import Fit, Result, fit, on_ranks, zero
@@ -147,3 +148,44 @@ def test_another_optimizer_is_refused(tmp_path: Path):
 class OneLayer(Small):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.net[0].parameters())
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "then"), [(2, 3), (3, 1)])
+def test_a_sharded_checkpoint_is_resumed_and_consolidated(tmp_path: Path, uninterrupted: Result, stage: int, then: int):
+    folder, file = tmp_path / "folder", tmp_path / "file.ckpt"
+    [first] = on_ranks([(run(2, saves(folder)), zero(stage, state_dict_type="sharded"))], 2)
+    shares = [set(result.weights) for result in first]
+    assert not shares[0] & shares[1]
+    [results] = on_ranks([(run(4, resume=folder), zero(then))], 2)
+    assert_like(results, uninterrupted, slice(2, None))
+    assert cli.main(["consolidate", str(folder), str(file), "--trusted"]) == 0
+    assert_like([fit(run(4, resume=file), "auto", 1)], uninterrupted, slice(2, None))
+
+
+def test_copies_of_32_bits_in_a_sharded_checkpoint(tmp_path: Path):
+    half = {"precision": "bf16-true"}
+    first = run(2, saves(tmp_path / "folder"), make=Small, **half)
+    sharded = [(first, zero(2, state_dict_type="sharded")), (run(4, make=Small, **half), zero(2))]
+    _, whole = on_ranks(sharded, 2)
+    [results] = on_ranks([(run(4, resume=tmp_path / "folder", make=Small, **half), zero(2))], 2)
+    assert all(torch.equal(results[0].weights[name], value) for name, value in whole[0].weights.items())
+
+
+# -- parts within groups, and in the host's memory ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 2}, {"offload": True}, {"shard_size": 1, "offload": True}])
+def test_other_places_for_the_parts(tmp_path: Path, uninterrupted: Result, options: dict[str, Any]):
+    path = tmp_path / "four.ckpt"
+    [first] = on_ranks([(run(2, saves(path)), zero(2, **options))], 4)
+    assert first[0].optimizers[0]["state"].keys() == uninterrupted.optimizers[0]["state"].keys()
+    [results] = on_ranks([(run(4, resume=path), zero(1, **options))], 4)
+    assert_like(results, uninterrupted, slice(2, None))
+
+
+def test_groups_that_do_not_divide_the_ranks():
+    with pytest.raises(Exception, match=r"shard_size=3\) cannot divide 2 ranks into groups of 3. Use a divisor."):
+        on_ranks([(run(1), zero(2, shard_size=3))], 2)
