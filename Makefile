@@ -1,6 +1,7 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
 # make test    the tests (minutes), two at a time; JOBS=1 one by one, JOBS=8 on a large machine
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
+# make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-lowest   the same with the lowest versions that we support, in an environment of their own (a CUDA build, GBs)
 # make check   formatting, lint, types, import rule, doctests
 #
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo test test-slow test-lowest check format clean
+.PHONY: demo test test-slow test-all test-lowest check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -23,7 +24,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not hours"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 test-lowest: .venv-lowest/.installed
 	$(LOWEST)/python -m pytest -q -n $(JOBS) --dist worksteal

@@ -1,10 +1,10 @@
 """The measured bubble of every schedule beside its formula, on CPU processes.
 
-    python benchmarks/bubble_cpu.py [--stages 4] [--microbatches 8] [--steps 30] [--block-ms 10]
+    python benchmarks/bubble_cpu.py [--ranks 4] [--microbatches 8] [--steps 30] [--block-ms 10] [--schedules zb_v ...]
 
-By default a block sleeps, 10 ms forward and 20 ms backward, in place of computing: as many stages as one likes then fit
-on any number of cores, and what is left beside the formula is what the engine and the transfers add. With --block-ms 0
-the blocks of a GPT compute, which needs a core for each stage.
+By default a block sleeps, 10 ms in its forward, 10 ms for its input's gradient and 10 ms for its weight's, in place of
+computing: as many ranks as one likes then fit on any number of cores, and what is left beside the formula is what the
+engine and the transfers add. With --block-ms 0 the blocks of a GPT compute, which needs a core for each rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import BubbleMonitor, PipelineStrategy
 from lightning_parallel.demo import GPT
+from lightning_parallel.pipeline.schedules import SCHEDULES
+from lightning_parallel.strategies.registry import STRINGS
+
+ONE_WAY = [name for name in SCHEDULES if f"pipeline_{name}" in STRINGS]
 
 
 class Pause(torch.autograd.Function):
-    """Sleeps, twice as long in the backward."""
+    """Sleeps, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -35,23 +39,24 @@ class Pause(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        time.sleep(ctx.seconds)
         return gradient, None
 
 
 class PausingBlock(nn.Linear):
-    """A small layer that takes a while."""
+    """A small layer that takes a while: as long for its weight's gradient (in B or in W) as for its input's."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__(width, width)
         self.seconds = seconds
+        self.weight.register_hook(lambda gradient: time.sleep(seconds))
 
     def forward(self, x: Tensor) -> Tensor:
         return Pause.apply(super().forward(x), self.seconds)
 
 
 class Pausing(LightningModule):
-    """Two such blocks a stage."""
+    """Such blocks, one behind the other."""
 
     def __init__(self, num_blocks: int, seconds: float, width: int = 64) -> None:
         super().__init__()
@@ -68,15 +73,15 @@ def measure(schedule: str, args: argparse.Namespace) -> None:
     """One run; prints what `BubbleMonitor` has to say about it."""
     seed_everything(0, verbose=False)
     if args.block_ms:
-        module: LightningModule = Pausing(2 * args.stages, 1e-3 * args.block_ms)
+        module: LightningModule = Pausing(2 * args.ranks, 1e-3 * args.block_ms)
         batch: Tensor | dict[str, Tensor] = torch.randn(2 * args.microbatches, 64)
     else:
-        module = GPT(width=256, num_blocks=4 * args.stages, tie_embeddings=False)
+        module = GPT(width=256, num_blocks=4 * args.ranks, tie_embeddings=False)
         batch = {"input_ids": torch.randint(0, 256, (2 * args.microbatches, 128))}
     monitor = BubbleMonitor(every_n_steps=1)
     trainer = Trainer(
         accelerator="cpu",
-        devices=args.stages,
+        devices=args.ranks,
         strategy=PipelineStrategy(schedule=schedule, num_microbatches=args.microbatches, partition="count"),
         max_steps=args.steps,
         callbacks=[monitor],
@@ -92,15 +97,16 @@ def measure(schedule: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--ranks", "--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--block-ms", type=float, default=10.0)
+    parser.add_argument("--schedules", nargs="+", default=ONE_WAY)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for schedule in ("naive", "gpipe", "1f1b"):
+    for schedule in args.schedules:
         measure(schedule, args)
 
 

@@ -132,7 +132,8 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
     class Limit(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             limits.append(limit_ms(lambda: make_model(hparams), batch, args.microbatches))
-            bytes_ = torch.tensor([float(peak.bytes), float(peer_peak)])
+            graphs = strategy.pipeline.cut.graphs
+            bytes_ = torch.tensor([float(peak.bytes + (graphs.bytes if graphs else 0)), float(peer_peak)])
             dist.all_reduce(bytes_, dist.ReduceOp.MAX)
             peaks.extend(bytes_.tolist())
 

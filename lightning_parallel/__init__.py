@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor, TimelineExporter
+    from lightning_parallel.callbacks import BubbleMonitor, CommunicationMonitor, MemoryMonitor, TimelineExporter
     from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import PipelineStrategy
+    from lightning_parallel.strategies import PipelineStrategy, ZeROStrategy
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Action": "pipeline.schedule",
     "BubbleMonitor": "callbacks",
+    "CommunicationMonitor": "callbacks",
     "Costs": "pipeline.simulator",
     "MemoryMonitor": "callbacks",
     "PipelineStrategy": "strategies",
@@ -31,6 +32,7 @@ _HOMES = {
     "StageError": "errors",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
+    "ZeROStrategy": "strategies",
     "load_weights": "checkpoint",
     "make_schedule": "pipeline.schedules:make",
     "simulate": "pipeline.simulator",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Action",
     "BubbleMonitor",
+    "CommunicationMonitor",
     "Costs",
     "MemoryMonitor",
     "PipelineStrategy",
@@ -46,6 +49,7 @@ __all__ = [
     "StageError",
     "Timeline",
     "TimelineExporter",
+    "ZeROStrategy",
     "load_weights",
     "make_schedule",
     "simulate",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,27 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
             f"The mesh {sizes} has {math.prod(axes.values())} ranks, but {world} processes were started. Make the sizes"
             " multiply to Trainer(devices=..., num_nodes=...)."
         )
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with _unbound_from_device():
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@contextmanager
+def _unbound_from_device() -> Iterator[None]:
+    """Groups opened inside are new ones.
+
+    Of a default group that is bound to a device, a mesh of several axes splits off its groups. A group of gloo beside
+    NCCL does not survive that (torch 2.11: a segmentation fault).
+    """
+    group = dist.group.WORLD
+    device = getattr(group, "bound_device_id", None)
+    if group is None or device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def open_axis_groups(axes: Mapping[str, int]) -> dict[str, Any]:

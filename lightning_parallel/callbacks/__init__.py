@@ -1,7 +1,8 @@
 """Callbacks for ``Trainer(callbacks=[...])``: every measured number beside its formula."""
 
 from lightning_parallel.callbacks.bubble import BubbleMonitor
+from lightning_parallel.callbacks.communication import CommunicationMonitor
 from lightning_parallel.callbacks.memory import MemoryMonitor
 from lightning_parallel.callbacks.timeline import TimelineExporter
 
-__all__ = ["BubbleMonitor", "MemoryMonitor", "TimelineExporter"]
+__all__ = ["BubbleMonitor", "CommunicationMonitor", "MemoryMonitor", "TimelineExporter"]

@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline, stats_of
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
-from lightning_parallel.measure.memory_reading import MemoryReading, Promise
+from lightning_parallel.measure.memory_reading import MemoryReading, Promise, StatesPromise
+from lightning_parallel.zero.promise import ModelStates
 
 
 class MemoryMonitor(Callback):
@@ -28,6 +29,10 @@ class MemoryMonitor(Callback):
     * ``parallel/memory_activations_peak/rank_r``, and with a pipeline the same counted in what the rank's forwards save
       for one micro-batch, ``parallel/memory_activations_microbatches/rank_r``, beside
       ``parallel/memory_activations_microbatches_expected/rank_r``, which the schedule says.
+
+    With `ZeROStrategy` also model states when the step ended, beside the paper's formula: for each of parameters,
+    gradients and optimizer ``parallel/memory_KIND/rank_r``, ``parallel/memory_KIND_expected/rank_r`` (formula, padding,
+    counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
 
     Activations are what autograd saves for backwards, without parameters, buffers and the batch. Each piece of memory
     counts once. What a recomputation under activation checkpointing keeps for the length of one backward does not
@@ -123,10 +128,11 @@ class MemoryMonitor(Callback):
             stats = stats_of(trainer)
             schedule = stats.latest
             promise = Promise.of(schedule, stats.row_ranks.index(trainer.global_rank))
-        everyone = _all_gather(trainer, (measured, promise))
-        ranks = {rank: memory for rank, (memory, _) in enumerate(everyone)}
-        promises = {rank: promised for rank, (_, promised) in enumerate(everyone) if promised is not None}
-        self.reading = MemoryReading(trainer.global_step, ranks, schedule, promises)
+        everyone = _all_gather(trainer, (measured, promise, states_of(trainer)))
+        ranks = {rank: memory for rank, (memory, _, _) in enumerate(everyone)}
+        promises = {rank: promised for rank, (_, promised, _) in enumerate(everyone) if promised is not None}
+        states = {rank: promised for rank, (_, _, promised) in enumerate(everyone) if promised is not None}
+        self.reading = MemoryReading(trainer.global_step, ranks, schedule, promises, states)
         return self.reading.metrics()
 
     def _close(self) -> None:
@@ -137,6 +143,18 @@ class MemoryMonitor(Callback):
 def _log_every_n_steps(trainer: Trainer) -> int:
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
     return every
+
+
+def states_of(trainer: Trainer) -> StatesPromise | None:
+    """What the trainer's strategy promises this rank of its model states, None where it divides none."""
+    ask = getattr(trainer.strategy, "model_states", None)
+    if ask is None:
+        return None
+    states: ModelStates = ask()
+    formula = {kind: float(promise.formula) for kind, promise in states.kinds.items()}
+    return StatesPromise(
+        f"stage {states.stage}", formula, {kind: promise.total for kind, promise in states.kinds.items()}
+    )
 
 
 def _is_last(trainer: Trainer, ahead: int) -> bool:

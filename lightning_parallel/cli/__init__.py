@@ -1,7 +1,8 @@
 """The command ``lightning-parallel``: which part of it is meant, and what it can do.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI (``trainer_cli``), ``schedule`` is the schedule tool
-(``schedule_command``). Each is imported only when it is asked for.
+(``schedule_command``), ``memory`` the calculator of model states (``memory_command``). Each is imported only when it is
+asked for.
 """
 
 import difflib
@@ -15,6 +16,7 @@ COMMANDS = {
     "predict": "run its predict loop",
     "consolidate": "make one checkpoint file of a sharded checkpoint's folder",
     "schedule": "print, draw, cost or export a pipeline schedule; no model needed",
+    "memory": "print the bytes of model states on each rank for every stage of ZeRO; no model needed",
 }
 
 HELP = """\
@@ -28,6 +30,7 @@ examples:
   lightning-parallel fit --config run.yaml --trainer.strategy PipelineStrategy --trainer.strategy.num_microbatches 8
   lightning-parallel fit --config run.yaml --print_config
   lightning-parallel schedule 1f1b --stages 4 --microbatches 8 --png 1f1b.png
+  lightning-parallel memory --params 7.5e9 --ranks 64
 
 Strategies and callbacks of this package, and the classes of lightning_parallel.demo, go by their short names:
 {names}"""
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command == "consolidate":
         return _consolidate(arguments[1:])
+    if command == "memory":
+        return _memory(arguments[1:])
     return _schedule(arguments[1:]) if command == "schedule" else _trainer(arguments)
 
 
@@ -68,6 +73,12 @@ def _consolidate(arguments: list[str]) -> int:
     from lightning_parallel.cli import consolidate_command
 
     return consolidate_command.main(arguments)
+
+
+def _memory(arguments: list[str]) -> int:
+    from lightning_parallel.cli import memory_command
+
+    return memory_command.main(arguments)
 
 
 def _trainer(arguments: list[str]) -> int:

@@ -128,9 +128,9 @@ class Ledger:
             self._look_for_values()
         kept = self._kept[key]
         kept.uses -= 1
+        kept.for_backward |= _in_backward()
         if not kept.uses:
             del self._kept[key]
-            kept.for_backward = _in_backward()
             self._events.append((-1, kept))
             self.live["activations"] -= kept.nbytes
 
@@ -156,7 +156,7 @@ class Ledger:
 
 @dataclass
 class _Kept:
-    """A storage that autograd keeps, who saved it, and whether a backward let go of it."""
+    """A storage that autograd keeps, who saved it, and whether a backward has used it."""
 
     nbytes: int
     by_forward: bool

@@ -138,7 +138,8 @@ class MemoryMeter:
     def _standing(self, batch: Any) -> tuple[set[Key], dict[str, int]]:
         """Bytes that do not change within a forward or a backward, and the storages they are in."""
         seen: set[Key] = set()
-        states = tensors_in([list(optimizer.state.values()) for optimizer in self.optimizers])
+        # What states belong to are parameters, counted as such, or copies of them that only the optimizer has.
+        states = tensors_in([[*optimizer.state, *optimizer.state.values()] for optimizer in self.optimizers])
         trees = {
             "parameters": self.module.parameters(),
             "buffers": self.module.buffers(),

@@ -15,6 +15,7 @@ from lightning_parallel.measure.memory import CATEGORIES, RankMemory
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.simulator import peak_activations
 
+STATES = ("parameters", "gradients", "optimizer")  # what ZeRO divides
 MOVING = ("gradients", "activations", "other")  # whose peak may differ from what is there at the step's end
 
 
@@ -37,6 +38,14 @@ class Promise(NamedTuple):
         return cls(row, schedule.num_microbatches, peak_activations(schedule)[row])
 
 
+class StatesPromise(NamedTuple):
+    """What a stage of ZeRO says of a rank: its name, bytes by kind by the formula, and with padding and the like."""
+
+    name: str
+    formula: Mapping[str, float]
+    expected: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class MemoryReading:
     """One training step on all ranks.
@@ -46,12 +55,14 @@ class MemoryReading:
         ranks: memory by global rank.
         schedule: what the ranks ran, None without a pipeline.
         promises: what the schedule says of each rank, by global rank.
+        states: what a stage of ZeRO says of each rank's model states, by global rank.
     """
 
     step: int
     ranks: Mapping[int, RankMemory]
     schedule: Schedule | None = None
     promises: Mapping[int, Promise] = field(default_factory=dict)
+    states: Mapping[int, StatesPromise] = field(default_factory=dict)
 
     @property
     def fullest(self) -> int:
@@ -85,7 +96,17 @@ class MemoryReading:
         for rank, memory in self.ranks.items():
             values[f"parallel/memory_peak/rank_{rank}"] = memory.peak_bytes
             values[f"parallel/memory_activations_peak/rank_{rank}"] = memory.peak["activations"]
-        return {key: float(value) for key, value in values.items()} | self._beside_the_schedule()
+        beside = self._beside_the_schedule() | self._beside_the_formula()
+        return {key: float(value) for key, value in values.items()} | beside
+
+    def _beside_the_formula(self) -> dict[str, float]:
+        values = {}
+        for kind in STATES if self.states else ():
+            values[f"parallel/memory_{kind}_formula"] = max(promise.formula[kind] for promise in self.states.values())
+            for rank, promise in self.states.items():
+                values[f"parallel/memory_{kind}/rank_{rank}"] = float(self.ranks[rank].current[kind])
+                values[f"parallel/memory_{kind}_expected/rank_{rank}"] = float(promise.expected[kind])
+        return values
 
     def _beside_the_schedule(self) -> dict[str, float]:
         key = "parallel/memory_activations_microbatches"
@@ -100,6 +121,8 @@ class MemoryReading:
         memory = self.ranks[self.fullest]
         parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in memory.at_peak.items() if size)
         line = f"memory peak {in_words(memory.peak_bytes)} on rank {self.fullest} in step {self.step}: {parts}"
+        if self.states:
+            return f"{line}\n{self._states_in_words()}"
         if self.schedule is None:
             return line
         ranks = sorted(self.promises)
@@ -110,6 +133,14 @@ class MemoryReading:
             f"{promised} by the schedule ({self.schedule.name}, {self.schedule.num_stages} stages, "
             f"{self.schedule.num_microbatches} micro-batches)"
         )
+
+    def _states_in_words(self) -> str:
+        rank = self.fullest
+        memory, promise = self.ranks[rank], self.states[rank]
+        kinds = ", ".join(
+            f"{kind} {in_words(memory.current[kind])} beside {in_words(promise.formula[kind])}" for kind in STATES
+        )
+        return f"model states on rank {rank} beside the formula of {promise.name}: {kinds}"
 
 
 def in_words(size: float) -> str:

@@ -30,8 +30,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         return
     if is_traceable_wrapper_subclass(tensor):
         parts: Any = tensor
-        for name in parts.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in parts.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):  # a DTensor names its mesh too
+                yield from storages_of(part)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout == torch.sparse_coo:

@@ -33,7 +33,7 @@ from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
 from lightning_parallel.pipeline.replicas import GradientSums
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
-from lightning_parallel.pipeline.timing import Context, unit_seconds
+from lightning_parallel.pipeline.timing import Context, unit_costs
 
 _FILLED = {  # by whether steps end on several ranks
     False: "Steps run to their end on rank 0 only: what a hook computes from lists or counters that steps filled is"
@@ -339,8 +339,9 @@ class Pipeline:
         names = unit_names(self.model, self.num_stages, blocks)
         seconds = torch.zeros(len(names), dtype=torch.float64)
         if self.at_loss and self.copy == 0:
-            measured = unit_seconds(self.model, names, self.device, context)
-            seconds = torch.tensor([measured[name] for name in names], dtype=torch.float64)
+            costs = unit_costs(self.model, names, self.device, 'partition="time"', context)
+            measured = [costs[name].forward + costs[name].backward for name in names]
+            seconds = torch.tensor(measured, dtype=torch.float64)
         if self.at_loss:
             self.data.equalize([seconds])
         self.broadcast(seconds)

@@ -65,13 +65,16 @@ class BlockGraphs:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
 
     def _capture(self, work: Work, leaves: Sequence[Any], spec: TreeSpec, free: list[_Slot]) -> _Slot:
+        before = torch.cuda.memory_allocated(self.shared.device)
         try:
-            return _Slot(self, work, leaves, spec, free)
+            slot = _Slot(self, work, leaves, spec, free)
         except Exception as error:
             raise RuntimeError(
                 f"Block `{self.name}` cannot be launched as a CUDA graph: {type(error).__name__}: {error}. It may read"
                 " values on the host or make tensors there. Use PipelineStrategy(cuda_graphs=False)."
             ) from error
+        self.shared.bytes += torch.cuda.memory_allocated(self.shared.device) - before
+        return slot
 
 
 class SharedGraphs:
@@ -81,10 +84,11 @@ class SharedGraphs:
         is_on: whether blocks are replayed (not in the first training step, which libraries use to choose kernels).
         mode: what decides the shapes in the micro-batch that runs.
         left: slots whose weight gradients wait, while an I runs.
+        bytes: what all graphs hold: activations of the micro-batches under way, and the gradients' memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.is_on, self.mode = device, False, 0
+        self.device, self.is_on, self.mode, self.bytes = device, False, 0, 0
         self.left: list[_Slot] | None = None
         self.stream = torch.cuda.Stream(device)
         self._accumulators: dict[nn.Parameter, Tensor] = {}

@@ -75,7 +75,7 @@ def lay_out(
     Raises:
         ValueError: there are fewer blocks than stages, a name is unknown, or a list does not sum to the blocks.
     """
-    names = _block_names(model, num_stages, blocks)
+    names = block_names(model, num_stages, blocks)
     if len(names) < num_stages:
         raise ValueError(
             f"A pipeline of {num_stages} stages needs at least {num_stages} blocks, but {type(model).__name__} has"
@@ -105,10 +105,11 @@ def lay_out(
 
 def unit_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str] = "auto") -> list[str]:
     """The names of all units, in order of registration; see `lay_out`."""
-    return [name for name, _ in _collect(model, _block_names(model, num_stages, blocks))]
+    return [name for name, _ in _collect(model, block_names(model, num_stages, blocks))]
 
 
-def _block_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str]) -> list[str]:
+def block_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str] = "auto") -> list[str]:
+    """The names of the blocks of the chain that is cut; see `lay_out`."""
     return find_blocks(model, num_stages) if blocks == "auto" else _named_blocks(model, blocks)
 
 

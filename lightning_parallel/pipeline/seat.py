@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.channel import AnyReceipt
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
-from lightning_parallel.pipeline.weight_grad import backward_inputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -72,7 +71,7 @@ class Seat:
         self.keep_received = False
         self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._held: dict[int, _Held] = {}
-        self._waiting: dict[int, list[Callable[[], None]]] = {}
+        self._waiting: dict[int, Deferred] = {}
         self._posted: dict[Action, Any] = {}
 
     @property
@@ -197,31 +196,32 @@ class Seat:
     def backward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> None:
         """B: the gradients of parameters and of what came in; I: the same but for products of weights, which wait."""
         held = self._held.pop(action.microbatch)
+        if held.departure is not None and self.departure is not None:
+            self.departure.await_answer(held.departure)
+        split, graphs = action.kind == "I", self.cut.graphs
+        deferred = (
+            Deferred(held.roots(), graphs) if split and not held.again else None
+        )  # before what is needed is there
         gradients = self._gradients(action, held, work)
         ready()
         if held.again:
             self._run_again(held, work)
+            deferred = Deferred(held.roots(), graphs) if split else None
         if gradients:
             with held.run.replay():
-                if action.kind == "I":
-                    self._waiting[action.microbatch] = self._split(held.roots(), gradients)
-                else:
+                if deferred is None:
                     torch.autograd.backward(held.roots(), gradients)
+                else:
+                    deferred.backward(gradients)
+                    self._waiting[action.microbatch] = deferred
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.send_gradients(held.inbox, held.arrival)
 
     def weights(self, action: Action) -> None:
         """W: the products of weights that an I left waiting."""
-        for run in self._waiting.pop(action.microbatch, ()):  # none where the I had nothing to do
-            run()
-
-    def _split(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """I; returns what W has to call."""
-        if self.cut.graphs is None:
-            return [partial(backward_inputs(roots, gradients).run, fused=True)]
-        with self.cut.graphs.leaving_weights() as left:
-            waiting = backward_inputs(roots, gradients)
-        return [partial(waiting.run, fused=True), *(slot.weights for slot in left)]
+        deferred = self._waiting.pop(action.microbatch, None)  # none where the I had nothing to do
+        if deferred is not None:
+            deferred.run()
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""

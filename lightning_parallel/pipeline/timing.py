@@ -1,4 +1,4 @@
-"""Seconds that each unit of a model takes for a forward and a backward, measured one unit at a time.
+"""What each unit of a model costs, measured one unit at a time: seconds of F, B, I and W, and bytes kept between them.
 
 The one idea: the model's forward runs once on shapes alone, which tells what each unit is called with. Then one unit of
 every kind (class, parameter shapes, argument shapes) is given memory on the device, alone, and timed on made-up values.
@@ -11,12 +11,16 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lightning_parallel.pipeline.weight_grad import backward_inputs
 
 _WARM_UPS, _REPEATS = 2, 5
 
@@ -24,30 +28,53 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments on the meta device
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def unit_seconds(
-    model: nn.Module, names: Sequence[str], device: torch.device, context: Context = nullcontext
-) -> dict[str, float]:
-    """Time of a forward and a backward of each unit, seconds, measured on a device.
+@dataclass(frozen=True)
+class UnitCost:
+    """What a unit's calls in one micro-batch cost.
+
+    Attributes:
+        forward, backward, input_grad, weight_grad: seconds of F, of a whole B, and of I and W instead.
+        saved: bytes of activations that F keeps for B.
+        waiting: bytes of them that W needs.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    saved: float = 0.0
+    waiting: float = 0.0
+
+    def __add__(self, other: UnitCost) -> UnitCost:
+        return UnitCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def unit_costs(
+    model: nn.Module, names: Sequence[str], device: torch.device, why: str, context: Context = nullcontext
+) -> dict[str, UnitCost]:
+    """Costs of each unit, measured on a device.
 
     Args:
         model: real or on the meta device, with an ``example_input_array`` of a micro-batch.
         names: of the units.
         device: where they are timed.
+        why: what asks for it, for the message.
         context: what forwards run in, such as autocast.
 
     Raises:
         ValueError: the model has no ``example_input_array``.
     """
-    calls, known = calls_on_shapes(model, names, 'partition="time"'), dict[Hashable, float]()
-    seconds = {}
+    calls, known = calls_on_shapes(model, names, why), dict[Hashable, UnitCost]()
+    costs = {}
     for name in names:
-        module = model.get_submodule(name)
-        kinds = [_kind(module, call) for call in calls.get(name, [])]
-        for kind, call in zip(kinds, calls.get(name, []), strict=True):
+        module, total = model.get_submodule(name), UnitCost()
+        for call in calls.get(name, []):
+            kind = _kind(module, call)
             if kind not in known:
                 known[kind] = _measure(module, call, device, context)
-        seconds[name] = sum(known[kind] for kind in kinds)
-    return seconds
+            total += known[kind]
+        costs[name] = total
+    return costs
 
 
 def calls_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[str, list[Call]]:
@@ -93,26 +120,75 @@ def _kind(module: nn.Module, call: Call) -> Hashable:
     return type(module), module.extra_repr(), shapes, leaves
 
 
-def _measure(module: nn.Module, call: Call, device: torch.device, context: Context) -> float:
-    """Median time of a forward and a backward of a copy of the module."""
-    with _random_numbers_kept(device):
+def _measure(module: nn.Module, call: Call, device: torch.device, context: Context) -> UnitCost:
+    """Median times of a copy of the module, and what it keeps."""
+    with _random_numbers_kept(device), torch.enable_grad():
         unit = _alone(module, device)
         args, kwargs = tree_map_only(Tensor, lambda t: _made_up(t, device), call)
-        times = [_once(unit, args, kwargs, device, context) for _ in range(_WARM_UPS + _REPEATS)]
-    return median(times[_WARM_UPS:])
+
+        def forward() -> Sequence[Tensor]:
+            with context():
+                result = unit(*args, **kwargs)
+            return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+
+        times = [_once(unit, forward, device) for _ in range(_WARM_UPS + _REPEATS)]
+        saved, waiting = _bytes_kept(unit, forward)
+    first, backward, input_grad, weight_grad = (median(column) for column in zip(*times[_WARM_UPS:], strict=True))
+    return UnitCost(first, backward, input_grad, weight_grad, saved, waiting)
 
 
-def _once(unit: nn.Module, args: Any, kwargs: Any, device: torch.device, context: Context) -> float:
-    with torch.enable_grad():
-        _wait(device)
-        began = time.perf_counter()
-        with context():
-            result = unit(*args, **kwargs)
-        made = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
-        torch.autograd.backward(made, [torch.ones_like(x) for x in made])
-        _wait(device)
+def _once(unit: nn.Module, forward: Callable[[], Sequence[Tensor]], device: torch.device) -> list[float]:
+    """Seconds of F, B, I and W. Gradients are there already, as they are for all micro-batches but the first."""
+    timer = _Timer(device)
+    roots = forward()
+    timer.lap()
+    torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+    timer.lap()
+    roots = forward()
+    timer.lap()
+    weights = backward_inputs(roots, [torch.ones_like(x) for x in roots])
+    timer.lap()
+    weights.run(fused=True)
+    timer.lap()
+    first, backward, _, input_grad, weight_grad = timer.laps
+    return [first, backward, input_grad, weight_grad]
+
+
+def _bytes_kept(unit: nn.Module, forward: Callable[[], Sequence[Tensor]]) -> tuple[float, float]:
+    """Bytes that a forward saves for the backward, and those of the factors of products that W needs."""
+    known = {p.untyped_storage().data_ptr() for p in (*unit.parameters(), *unit.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in known:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(note, lambda x: x):
+        roots = forward()
+    total, needed = sum(saved.values()), saved
+    weights = backward_inputs(roots, [torch.ones_like(x) for x in roots])
+    factors = {x.untyped_storage().data_ptr() for x in weights.tensors()}
     unit.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
+    return float(total), float(sum(size for key, size in needed.items() if key in factors))
+
+
+class _Timer:
+    """Laps between moments at which the device has done all its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.laps = device, list[float]()
+        self._began = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def lap(self) -> None:
+        now = self._now()
+        self.laps.append(now - self._began)
+        self._began = now
 
 
 def _alone(module: nn.Module, device: torch.device) -> nn.Module:
@@ -135,11 +211,6 @@ def _made_up(meta: Tensor, device: torch.device) -> Tensor:
         return torch.randn(meta.shape, dtype=meta.dtype, device=device, requires_grad=True)
     make = torch.ones if meta.dtype == torch.bool else torch.zeros
     return make(meta.shape, dtype=meta.dtype, device=device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -32,10 +32,12 @@ def all_are(values: Any, kind: type) -> bool:
 
 def read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        if schedule.strip().lower() == "auto":
+            return "auto"
         schedules.find(schedule)  # raises for an unknown name, here where the user can see it
         return schedule
     read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)
-    read.check()
+    read.check(receive_ahead=max(map(len, read.actions), default=0))  # the engine never waits in a send
     if num_microbatches not in (None, read.num_microbatches):
         raise ValueError(
             f"PipelineStrategy(num_microbatches={num_microbatches}) got schedule {read.name!r}, which is for"

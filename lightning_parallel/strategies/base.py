@@ -7,6 +7,7 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -271,7 +272,15 @@ class MeshStrategy(ParallelStrategy):
         group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
         if group is None and self.axis_size("data") == 1:
             return tensor
-        return super().all_gather(tensor, self.group("data") if group is None else group, sync_grads)
+        group = self.group("data") if group is None else group
+        if not sync_grads:
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            with self.blocked("the other ranks' tensors"):
+                dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+            return torch.stack(parts)
+        with warnings.catch_warnings():  # PyTorch has deprecated what Lightning calls
+            warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional", category=FutureWarning)
+            return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the mesh say yes, agreed on the host."""

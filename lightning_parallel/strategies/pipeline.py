@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +29,7 @@ from lightning_parallel.checkpoint.full import (
 from lightning_parallel.failure.watch import Patience
 from lightning_parallel.pipeline import microbatch, schedules
 from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
+from lightning_parallel.pipeline.auto import Wanted, choose_together
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
 from lightning_parallel.pipeline.engine import Engine
@@ -67,7 +69,9 @@ class PipelineStrategy(PipelineCheckpoints):
     Args:
         schedule: a name ("1f1b", "interleaved_1f1b:v=3", "zb_v"; see docs/schedules.md), the path of a CSV file of
             actions, or a `Schedule`. Some hold several stages a rank, and cut the model into as many; some ("chimera",
-            "dualpipe", "gems") hold each stage on several ranks, whose gradients are summed.
+            "dualpipe", "gems") hold each stage on several ranks, whose gradients are summed. "auto" times the model's
+            units on one rank before the first step (they need the module's `example_input_array`, a micro-batch) and
+            takes the schedule whose step should be shortest; rank 0 prints the reason.
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
         blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
             names.
@@ -75,6 +79,7 @@ class PipelineStrategy(PipelineCheckpoints):
             need the module's `example_input_array`, a micro-batch), by "count", or a list of counts.
         stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
+        memory_limit: bytes of activations that a rank may hold, for schedule="auto".
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
         skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
@@ -110,6 +115,7 @@ class PipelineStrategy(PipelineCheckpoints):
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
         loss_weight: LossWeight | None = None,
+        memory_limit: float | None = None,
         check_loss: bool = True,
         dynamic_shapes: bool = False,
         skip_connections: bool = False,
@@ -135,6 +141,11 @@ class PipelineStrategy(PipelineCheckpoints):
             partition=(partition, partition in PARTITIONS or all_are(partition, int), _PARTITION_WORDS),
             stages=(stages, stages is None or isinstance(stages, Mapping), "a mapping of names to stages"),
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
+            memory_limit=(
+                memory_limit,
+                memory_limit is None or (memory_limit > 0 and schedule == "auto"),
+                'a number of bytes above 0, with schedule="auto"',
+            ),
             check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),
             dynamic_shapes=(dynamic_shapes, isinstance(dynamic_shapes, bool), "True or False"),
             skip_connections=(
@@ -159,11 +170,12 @@ class PipelineStrategy(PipelineCheckpoints):
         self.schedule = read_schedule(schedule, num_microbatches)
         self.num_microbatches, self.blocks, self.partition, self.stages = num_microbatches, blocks, partition, stages
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
-        self.skip_connections = skip_connections
+        self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = self._accumulating = False
         self._metrics: StepMetrics | None = None
+        self._loss_scale: LossScale | None = None
         self.stats: PipelineStats | None = None
 
     def axes(self) -> Mapping[str, int]:
@@ -206,6 +218,11 @@ class PipelineStrategy(PipelineCheckpoints):
         assert self._metrics is not None, "the metrics are watched after setup"
         return self._metrics
 
+    @property
+    def loss_scale(self) -> LossScale:
+        assert self._loss_scale is not None, "there is one after setup"
+        return self._loss_scale
+
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -223,13 +240,14 @@ class PipelineStrategy(PipelineCheckpoints):
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         refuse_unsupported(trainer, self)
+        if self.schedule == "auto":
+            self._choose_schedule()
         self._refuse_schedule(self._full_schedule())
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         assert self.watch is not None
         self.watch.stage = self.stage
         with self.watch.opening():
             self._pipeline = self._assemble()
-        self.loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
@@ -240,6 +258,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
+        self._loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)
@@ -293,8 +312,8 @@ class PipelineStrategy(PipelineCheckpoints):
         for replaced in ("clip_grad_by_norm", "forward_context"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
-        if self._pipeline is not None:
-            self.loss_scale.release()
+        if self._loss_scale is not None:
+            self._loss_scale.release()
         if self._metrics is not None:
             self.metrics.release(failed)
             self._metrics = None
@@ -320,6 +339,7 @@ class PipelineStrategy(PipelineCheckpoints):
         return self._schedules[key]
 
     def _make_schedule(self, num_microbatches: int) -> Schedule:
+        assert self.schedule != "auto", "chosen at set-up"
         if isinstance(self.schedule, str):
             return self._make_by_name(self.schedule, num_microbatches)
         if self.schedule.num_ranks != self.num_ranks:
@@ -338,6 +358,25 @@ class PipelineStrategy(PipelineCheckpoints):
             if num_microbatches >= full:
                 raise
         return schedules.make(name, self.num_ranks, full).first(num_microbatches)
+
+    def _choose_schedule(self) -> None:
+        """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
+        assert self.lightning_module is not None
+        wanted = Wanted(
+            self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit, self.skip_connections
+        )
+        pair = self.mesh.mesh.reshape(-1)[: min(2, self.num_ranks)].tolist()
+        with self.blocked("rank 0 to time the model"):
+            choice = choose_together(
+                self.lightning_module,
+                wanted,
+                self.root_device,
+                pair,
+                self.broadcast,
+                self.precision_plugin.train_step_context,
+            )
+        self.schedule = choice.schedule
+        rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and micro-batches)')
 
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""

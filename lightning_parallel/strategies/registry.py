@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.zero import ZeROStrategy
 
 _NOT_RUN = {"terapipe"}  # drawn and simulated only
-STRINGS: dict[str, dict[str, Any]] = {
-    f"pipeline_{name}": {"schedule": name} for name in SCHEDULES if name not in _NOT_RUN
+_PIPELINES = [name for name in (*SCHEDULES, "auto") if name not in _NOT_RUN]
+STRINGS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    **{f"pipeline_{name}": (PipelineStrategy, {"schedule": name}) for name in _PIPELINES},
+    **{f"zero_{stage}": (ZeROStrategy, {"stage": stage}) for stage in (1, 2, 3)},
 }
 
 
 def register() -> None:
     """Register every string that is not registered yet."""
-    for string, arguments in STRINGS.items():
+    for string, (strategy, arguments) in STRINGS.items():
         if string not in StrategyRegistry:
-            description = f"PipelineStrategy with schedule {arguments['schedule']}"
-            StrategyRegistry.register(string, PipelineStrategy, description=description, **arguments)
+            told = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            StrategyRegistry.register(string, strategy, description=f"{strategy.__name__} with {told}", **arguments)
 
 
 register()

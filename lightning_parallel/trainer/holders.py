@@ -15,6 +15,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
 from torch import nn
 
+from lightning_parallel.zero.shards import write_whole
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -71,6 +73,19 @@ def cut_copies(trainer: Trainer, module: LightningModule, table: ParameterTable,
         table.drop_foreign(module.device if like is None else like.device, copied)
         if not any(isinstance(hook, WholeState) for hook in copied._state_dict_hooks.values()):
             copied.register_state_dict_post_hook(WholeState(whole))
+
+
+def hold_whole_states(copied: LightningModule, whole: Whole) -> None:
+    """Let the state dict of a callback's copy of the model, which is sharded as the model is, be whole both ways."""
+    if any(isinstance(hook, WholeState) for hook in copied._state_dict_hooks.values()):
+        return
+    copied.register_state_dict_post_hook(WholeState(whole))
+
+    def cut(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        mine = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+        state.update({f"{prefix}{name}": value for name, value in write_whole(copied, mine).items()})
+
+    copied.register_load_state_dict_pre_hook(cut)
 
 
 def tell_whole_groups(

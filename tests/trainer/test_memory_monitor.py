@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.callbacks import MemoryMonitor
+from lightning_parallel.pipeline.schedules import make
+from lightning_parallel.pipeline.simulator import peak_activations
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader
 from tests.trainer.pipelines import Case, assert_ranks_agree, fit, join_as_torchrun, on_stages, one_process
@@ -79,6 +81,21 @@ def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatch
         assert memory.held == memory.peak["activations"] == held[stage] * per_microbatch[stage]
         assert memory.current["activations"] == 0
         assert reading.microbatches_held(rank) == pytest.approx(reading.promises[rank].activations) == held[stage]
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+def test_between_i_and_w_only_the_factors_of_products_stay(schedule):
+    """Of what a stage saves, W needs the inputs of its linear layers: what came in (not the batch), a Tanh's output."""
+    reading = on_stages(watched(schedule=schedule), 4)[0].extra
+    rows, per_microbatch = 2, saved_by_hand(2)
+    factors = [rows * ROW, 2 * rows * ROW, 2 * rows * ROW, 2 * rows * ROW]
+    for stage, rank in enumerate((3, 2, 1, 0)):
+        share = factors[stage] / per_microbatch[stage]
+        most = peak_activations(make(schedule, 4, 8), weight_share=share)[stage]
+        assert reading.ranks[rank].held == pytest.approx(most * per_microbatch[stage]), (stage, most, share)
+        assert reading.ranks[rank].current["activations"] == 0
+    whole = peak_activations(make(schedule, 4, 8))
+    assert any(reading.microbatches_held(rank) < whole[3 - rank] for rank in range(4))
 
 
 def test_stages_hold_their_own_parameters_and_states():

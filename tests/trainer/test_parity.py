@@ -1,6 +1,5 @@
 """A pipeline trains what one process trains: losses, weights, optimizer state and everything logged, on every rank."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest

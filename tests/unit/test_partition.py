@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut, unit_names
-from lightning_parallel.pipeline.timing import unit_seconds
+from lightning_parallel.pipeline.timing import unit_costs
 
 
 class Transformer(nn.Module):
@@ -170,13 +170,17 @@ def test_units_are_timed_without_the_whole_model(device: str):
     names = unit_names(model, 2)
     assert names == [f"blocks.{i}" for i in range(4)]
     before = torch.get_rng_state()
-    seconds = unit_seconds(model, names, torch.device("cpu"))
+    costs = unit_costs(model, names, torch.device("cpu"), "a test")
     assert torch.equal(torch.get_rng_state(), before)
-    assert seconds["blocks.0"] == seconds["blocks.1"] and seconds["blocks.2"] == seconds["blocks.3"]
+    assert costs["blocks.0"] == costs["blocks.1"] and costs["blocks.2"] == costs["blocks.3"]
+    seconds = {name: cost.forward + cost.backward for name, cost in costs.items()}
     assert seconds["blocks.2"] > 2 * seconds["blocks.0"] > 0
+    assert min(costs["blocks.2"].input_grad, costs["blocks.2"].weight_grad) > 0
+    # Of 64 rows: the input of each linear layer (of the second it is ReLU's output). W needs both.
+    assert (costs["blocks.2"].saved, costs["blocks.2"].waiting) == (2 * 64 * 1024 * 4, 2 * 64 * 1024 * 4)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_time_needs_an_example():
     with pytest.raises(ValueError, match=r'partition="time" runs Transformer.forward once on shapes alone and needs'):
-        unit_seconds(Transformer(), ["emb"], torch.device("cpu"))
+        unit_costs(Transformer(), ["emb"], torch.device("cpu"), 'partition="time"')

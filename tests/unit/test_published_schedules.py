@@ -160,6 +160,10 @@ def test_the_readme_of_zero_bubble():
     memory = {name: [] for name in ("V-Half", "V-Min")}
     for p in (4, 8, 16):
         m = 4 * p
+        for name in memory:
+            memory[name].append(max(peak_activations(make(name, p, m))) / p)
+    for p in (4, 8):
+        m = 4 * p
         one_f_one_b = simulate(make("1f1b", p, m))
         assert one_f_one_b.idle == pytest.approx(cell(rows, "bubble_rate", "1F1B")(p=p, m=m))
         for name, column in (("zb_1p", "ZB1P"), ("zb_2p", "ZB2P"), ("zb_v", "ZBV")):
@@ -169,8 +173,6 @@ def test_the_readme_of_zero_bubble():
             assert simulate(make(name, p, m)).span == pytest.approx(own, abs=1e-9)
             ratio = cell(rows, "activation_memory_vs_1F1B", column)()
             assert max(peak_activations(make(name, p, m))) == ratio * p
-        for name in memory:
-            memory[name].append(max(peak_activations(make(name, p, m))) / p)
     assert memory["V-Half"] == [3 / 4, 5 / 8, 9 / 16]  # (p/2 + 1) / p
     assert memory["V-Min"] == [2 / 4, 4 / 8, 6 / 16]
     halves, thirds = (cell(rows, "activation_memory_vs_1F1B", name)() for name in memory)

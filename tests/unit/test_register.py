@@ -9,8 +9,10 @@ import sys
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_parallel
+from lightning_parallel.strategies import registry
 
-STRINGS = ["pipeline_1f1b", "pipeline_gpipe", "pipeline_naive"]
+STRINGS = sorted(registry.STRINGS)
+PIPELINES = [name for name in STRINGS if "pipeline" in name]
 ASK = "from lightning.pytorch.strategies import StrategyRegistry as R; print(sorted(n for n in R if 'pipeline' in n))"
 
 
@@ -21,15 +23,18 @@ def printed(code: str) -> list[str]:
 
 def test_strings_are_registered_where_lightning_came_first():
     assert lightning_parallel
-    assert [name for name in sorted(StrategyRegistry) if "pipeline" in name] == STRINGS
+    assert [name for name in sorted(StrategyRegistry) if name in registry.STRINGS] == STRINGS
+    assert {f"pipeline_{name}" for name in ("auto", "1f1b", "gpipe", "naive", "zb_v", "interleaved_1f1b")} <= set(
+        STRINGS
+    )
 
 
 def test_strings_are_registered_where_we_came_first_and_the_hook_leaves():
     hooks = "print(sum('_AfterImport' in repr(finder) for finder in sys.meta_path))"
     loaders = "print(type(lightning.pytorch.__loader__).__name__, type(lightning.pytorch.__spec__.loader).__name__)"
     code = f"import sys, lightning_parallel\n{hooks}\nimport lightning\n{hooks}\n{loaders}\n{ASK}"
-    assert printed(code) == ["1", "0", "SourceFileLoader SourceFileLoader", str(STRINGS)]
+    assert printed(code) == ["1", "0", "SourceFileLoader SourceFileLoader", str(PIPELINES)]
 
 
 def test_strings_are_registered_where_a_strategy_is_what_imports_lightning():
-    assert printed(f"from lightning_parallel.strategies import PipelineStrategy\n{ASK}") == [str(STRINGS)]
+    assert printed(f"from lightning_parallel.strategies import PipelineStrategy\n{ASK}") == [str(PIPELINES)]

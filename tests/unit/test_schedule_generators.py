@@ -40,7 +40,7 @@ def test_small_ones_pass_every_check(name):
 
 
 @given(st.sampled_from(ALL), st.integers(1, 16), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_large_ones_pass_every_check(name, num_ranks, num_microbatches):
     even = num_ranks + num_ranks % 2 if name.split(":")[0] in EVEN else num_ranks
     schedule = make(name, even, num_microbatches)
@@ -76,7 +76,8 @@ def test_automatic_ones_are_made_for_imbalanced_stages():
     costs = Costs([1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 1.5, 1.0], communication=0.1)
     for name in ("zb_1p", "zb_2p"):
         fitted = simulate(make(name, 4, 12, costs=costs), costs)
-        assert fitted.makespan <= simulate(make(name, 4, 12), costs).makespan
+        assert fitted.span <= simulate(make(name, 4, 12), costs).span + 1e-9
+        assert fitted.span < simulate(make("zb_h1", 4, 12), costs).span
 
 
 @pytest.mark.parametrize("name", RECEIVES)

@@ -12,11 +12,14 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
+from lightning_parallel.measure import bubble
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.schedules.placement import straight
 from lightning_parallel.pipeline.schedules.spec import require, write
+from lightning_parallel.pipeline.simulator import simulate
 
+Rows = tuple[tuple[Action, ...], ...]
 ROUNDING = 1e-9  # of sums of shares, so that a limit that is met is not passed
 
 
@@ -103,13 +106,21 @@ def _automatic(
     require(name, 0 < weight_share <= 1, f"got weight_share={weight_share:g}", "It is above 0 and at most 1.")
     if weight_share != 1 and ":" not in name:
         name = write(name, {"weight_share": weight_share})
-    games = (
-        _Game(num_ranks, num_microbatches, limit, weight_share, costs or Costs(), Choices(*choices))
+    costs = costs or Costs()
+    orders = [
+        _Game(num_ranks, num_microbatches, limit, weight_share, played_for, Choices(*choices)).play()
+        for played_for in ((costs,) if costs == Costs() else (costs, Costs()))  # equal times' order may be better
         for choices in product((True, False), repeat=3)
-    )
-    best = min(games, key=_Game.play)
-    rows = tuple(tuple(row.actions) for row in best.ranks)
-    return Schedule(name, rows, straight(num_ranks), num_microbatches)
+    ]
+    made = (Schedule(name, rows, straight(num_ranks), num_microbatches) for rows in dict.fromkeys(orders))
+    return min(made, key=lambda schedule: _spans(schedule, costs))
+
+
+def _spans(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """The longest span of a rank, then of all ranks together; equal ones are the same to nine digits."""
+    timeline = simulate(schedule, costs)
+    longest = max(bubble.span_seconds(timeline.rows))
+    return float(f"{longest:.9g}"), float(f"{timeline.makespan:.9g}")
 
 
 @dataclass(frozen=True)
@@ -170,8 +181,8 @@ class _Game:
         self.ranks = [_Rank(rank, costs, weight_share) for rank in range(num_ranks)]
         self.total, self.limit, self.costs, self.choices = total, limit + ROUNDING, costs, choices
 
-    def play(self) -> float:
-        """Fill the rows and return the longest span of a rank."""
+    def play(self) -> Rows:
+        """All ranks' rows."""
         self.warm_up()
         for microbatch in range(1, self.total):
             self.forwards()
@@ -180,7 +191,7 @@ class _Game:
         for rank in self.ranks:
             while rank.done("W") < self.total:
                 rank.run("W")
-        return max(rank.clock - rank.ends["F"][0] + rank.costs["F"] for rank in self.ranks)
+        return tuple(tuple(rank.actions) for rank in self.ranks)
 
     def arrival(self, rank: _Rank, kind: Kind) -> float:
         """When the input of the rank's next F or I is there."""

@@ -33,7 +33,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Example:
         >>> print(v_half(2, 2).to_text())
-        0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+        0F0 0F1 3F0 3I0 3W0 3F1 0I0 3I1 3W1 0W0 0I1 0W1
         1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
 
     Source:

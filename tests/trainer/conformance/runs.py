@@ -7,6 +7,7 @@ state. All scenarios of a file run in one launch of ranks, one after the other.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,19 +52,20 @@ class Run:
         strategy: makes the strategy, or "auto".
         devices: number of processes.
         folder: a folder that the ranks share, and one process does not.
+        options: of every Trainer, where a scenario does not say otherwise.
     """
 
     strategy: Callable[[], Any]
     devices: int
     folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
     made: list[tuple[Trainer, Record]] = field(default_factory=list)
 
     def trainer(self, *callbacks: Callback, **options: Any) -> Trainer:
         """A quiet Trainer of three steps; its record is compared when the scenario is over."""
         recorder = Recorder()
-        trainer = make_trainer(
-            self.strategy(), self.devices, [*callbacks, recorder], default_root_dir=self.folder, **options
-        )
+        options = {"default_root_dir": self.folder, **self.options, **options}
+        trainer = make_trainer(self.strategy(), self.devices, [*callbacks, recorder], **options)
         self.made.append((trainer, recorder.record))
         return trainer
 
@@ -122,24 +124,25 @@ class Suite:
         self._outcomes: dict[str, Any] = {}
 
     def of(self, entry: Entry) -> list[Scenario]:
-        return [scenario for scenario in self.scenarios if hasattr(scenario, "core") or not entry.core]
+        wanted = [scenario for scenario in self.scenarios if hasattr(scenario, "core") or not entry.core]
+        return [scenario for scenario in wanted if scenario.__name__ not in entry.without]
 
     def for_each_strategy(self, test: Callable[..., None]) -> Any:
         """Parametrize a test by ``entry`` and ``scenario``."""
-        pairs = [(entry, scenario) for entry in STRATEGIES for scenario in self.of(entry)]
-        ids = [f"{entry}-{scenario.__name__}" for entry, scenario in pairs]
-        return pytest.mark.parametrize(("entry", "scenario"), pairs, ids=ids)(test)
+        pairs = [entry.case(scenario, id=scenario.__name__) for entry in STRATEGIES for scenario in self.of(entry)]
+        return pytest.mark.parametrize(("entry", "scenario"), pairs)(test)
 
     def check(self, entry: Entry, scenario: Scenario, folder: Path) -> None:
         """Every rank returned what one process returns, and every fit was that of one process."""
-        if entry.name not in self._outcomes:
+        name = str(entry)
+        if name not in self._outcomes:
             try:
-                self._outcomes[entry.name] = run_scenarios(self.of(entry), entry, folder)
+                self._outcomes[name] = run_scenarios(self.of(entry), entry, folder)
             except BaseException as error:
-                self._outcomes[entry.name] = error
-        if isinstance(self._outcomes[entry.name], BaseException):
-            raise self._outcomes[entry.name]
-        assert_as_in_one_process(scenario, self._outcomes[entry.name][scenario.__name__], folder / "one")
+                self._outcomes[name] = error
+        if isinstance(self._outcomes[name], BaseException):
+            raise self._outcomes[name]
+        assert_as_in_one_process(scenario, self._outcomes[name][scenario.__name__], folder / "one")
 
 
 def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> dict[str, list[Outcome]]:
@@ -147,9 +150,10 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
 
     def on_rank(rank: int, port: int) -> list[Outcome]:
         join(rank, entry.ranks, port)
+        warnings.filterwarnings("ignore", message=entry.advice)
         return [_run(scenario, entry, folder) for scenario in scenarios]
 
-    results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=55.0)
+    results = run_ranks(on_rank, entry.ranks, free_port(), group=False, timeout=entry.timeout)
     return {
         scenario.__name__: list(ranks) for scenario, ranks in zip(scenarios, zip(*results, strict=True), strict=True)
     }
@@ -157,7 +161,8 @@ def run_scenarios(scenarios: Sequence[Scenario], entry: Entry, folder: Path) -> 
 
 def _run(scenario: Scenario, entry: Entry | None, folder: Path) -> Outcome:
     make = (lambda: "auto") if entry is None else lambda: entry.make(getattr(scenario, "whole_batches", False))
-    run = Run(make, 1 if entry is None else entry.ranks, folder / scenario.__name__)
+    ranks, options = (1, {}) if entry is None else (entry.ranks, entry.trainer)
+    run = Run(make, ranks, folder / scenario.__name__, options)
     run.folder.mkdir(exist_ok=True)
     torch.manual_seed(1)
     try:

@@ -4,10 +4,11 @@ A strategy that refuses something by design names it in ``refuses``, with the wo
 what is asserted, in place of parity.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_parallel  # noqa: F401  (registers the strings)
@@ -21,17 +22,28 @@ class Entry:
         name: its string in Lightning's registry.
         ranks: how many processes run it.
         options: what it is built with, beside what the string says.
+        trainer: what a Trainer is given too. Ranks that would see different rows are all given all rows, so that the
+            mean of their gradients is one process's; different rows are tested elsewhere.
+        advice: a warning of Lightning's that does not count.
         whole_batches: options with which a step sees its batch whole, as BatchNorm needs to equal one process.
         refuses: what it refuses by design (names in ``test_refused.REFUSED``), and a part of what it says.
         core: whether it runs only the scenarios that are marked so, since a sibling runs all of them.
+        without: scenarios that make no sense for it.
+        slow: whether `make test` leaves it out.
+        label: what tells it from a sibling with the same string and as many ranks.
     """
 
     name: str
     ranks: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
     whole_batches: Mapping[str, Any] = field(default_factory=dict)
+    advice: str = "no such warning"
     refuses: Mapping[str, str] = field(default_factory=dict)
     core: bool = False
+    without: Collection[str] = ()
+    slow: bool = False
+    label: str = ""
 
     def make(self, whole_batches: bool = False) -> Strategy:
         """A new strategy object."""
@@ -39,8 +51,18 @@ class Entry:
         options = {**registered["init_params"], **self.options, **(self.whole_batches if whole_batches else {})}
         return registered["strategy"](**options)
 
+    def case(self, *values: Any, id: str = "") -> Any:
+        """A set of a test's parameters, with the marks of `slow` and the entry's name in front of its id."""
+        marks = [pytest.mark.slow, pytest.mark.timeout(self.timeout + 5)] if self.slow else []
+        return pytest.param(self, *values, id=f"{self}-{id}" if id else str(self), marks=marks)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a launch may take."""
+        return 115.0 if self.slow else 55.0
+
     def __str__(self) -> str:
-        return f"{self.name} on {self.ranks}"
+        return f"{self.name} on {self.ranks}{self.label}"
 
 
 PIPELINE: dict[str, Any] = {
@@ -110,9 +132,76 @@ _HELD = {
     "summary_of_a_model_that_reads_data",
 }
 BOTH_WAYS = {**PIPELINE, "refuses": {name: text for name, text in PIPELINE["refuses"].items() if name not in _HELD}}
+ZERO: dict[str, Any] = {
+    "options": {"bucket_mb": 1e-4, "master_weights": False},
+    "trainer": {"use_distributed_sampler": False},
+    "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
+    "refuses": {
+        "optimizer_that_runs_its_closure_again": (
+            "ZeROStrategy got LBFGS, but its step takes products over all parameters and decides by the loss how often"
+            " to run the step; each rank holds pieces of parameters. Use an optimizer that treats each element by"
+            " itself (SGD, Adam, AdamW, RMSprop, ...)."
+        ),
+        # Lightning's own words, under any strategy (the first) or any of several ranks.
+        "step_on_an_iterator": "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)`",
+        "step_that_returns_none": "Skipping the `training_step` by returning None in distributed training is not",
+        "batch_size_finder": "The Batch size finder is not supported with distributed strategies.",
+    },
+}
+ZERO_3: dict[str, Any] = {
+    **ZERO,
+    "refuses": {
+        **ZERO["refuses"],
+        "graph_of_the_model": (
+            'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
+            " process a part. Leave log_graph out, and log the graph in one process."
+        ),
+        # PyTorch's own words for a sharded tensor that meets a whole one, or is read.
+        "norms_of_all_gradients": "but its data is not allocated yet",
+        "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
+    },
+}
+# Two stages on each of two ranks.
+IN_FOUR: dict[str, Any] = {
+    **PIPELINE,
+    "refuses": {
+        **PIPELINE["refuses"],
+        "step_that_returns_none": "The step ended on stage 0 without calling `net.",
+        "penalty_over_all_parameters": (
+            "outside its module. Compute such a term from a module's own forward, tie the parameter to a module of"
+        ),
+    },
+}
+# Both copies get all rows, so that their mean is one process. (How rows are dealt: tests/trainer/test_data_axis.py.)
+COPIES: dict[str, Any] = {
+    **PIPELINE,
+    "options": {"num_microbatches": 4, "data_parallel_size": 2},
+    "trainer": {"use_distributed_sampler": False},
+    "without": ["outside_steps"],  # counts the rows of all copies
+    "label": " in 2 copies",
+}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True),
+    Entry("zero_1", 2, **ZERO, core=True),
+    Entry("zero_2", 2, **ZERO),
+    Entry("zero_3", 2, **ZERO_3, core=True),
+    Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, core=True),
+    Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
     Entry("pipeline_chimera", 2, **BOTH_WAYS, core=True),
-)
+    # What follows is slow; `make test` trains with each string in tests/trainer/test_many_stages.py.
+    Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
+    Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
+    Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
+    Entry("pipeline_chimera", 2, **BOTH_WAYS, slow=True, label=", all scenarios"),
+    Entry("pipeline_gems", 2, **BOTH_WAYS, core=True, slow=True),
+    Entry("pipeline_dualpipe", 2, **BOTH_WAYS, core=True, slow=True),
+    *(
+        Entry(f"pipeline_{name}", 2, **PIPELINE, core=True, slow=True)
+        for name in (
+            "dapple", "looped_bfs", "zb_h1", "zb_h2", "zb_1p", "zb_2p", "zb_auto", "interleaved_zb", "v_half", "v_min",
+            "dualpipe_v",
+        )
+    ),
+)  # fmt: skip

@@ -65,7 +65,8 @@ class OutsideSteps(Classifier):
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"], sync_dist=True)
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_rows", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+        copies = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        self.log("val_rows", len(batch[0]) / copies, reduce_fx="sum", sync_dist=True)  # which all see the same rows
 
     def on_validation_epoch_end(self) -> None:
         self.log("doubled", 2 * self.trainer.callback_metrics.get("step_loss_epoch", torch.zeros(())))

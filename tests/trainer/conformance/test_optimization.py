@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_parallel.pipeline.phantom import ForeignParameter
 from tests.trainer.conformance.runs import Run, Suite, core
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
 
@@ -92,7 +93,7 @@ class Scales(Classifier):
 
     def on_after_backward(self) -> None:
         for parameter in self.net[0].parameters():
-            if parameter.grad is not None and type(parameter) is nn.Parameter:
+            if parameter.grad is not None and not isinstance(parameter, ForeignParameter):
                 parameter.grad.mul_(0.5)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

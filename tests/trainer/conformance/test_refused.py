@@ -142,6 +142,7 @@ class WithAnExample(Classifier):
 
 
 def graph_of_the_model(run: Run) -> Any:
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.trace.*` is deprecated")
     fit(run, WithAnExample(), logger=TensorBoardLogger(run.folder, log_graph=True))
 
 
@@ -163,7 +164,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("scenario", REFUSED, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("entry", [entry for entry in STRATEGIES if not entry.core], ids=str)
+@pytest.mark.parametrize("entry", [entry.case() for entry in STRATEGIES if not entry.core])
 def test_refused_in_words_or_as_in_one_process(entry: Entry, scenario: Callable[[Run], Any], tmp_path):
     words = entry.refuses.get(scenario.__name__)
     if words is None:
@@ -178,6 +179,7 @@ def test_refused_in_words_or_as_in_one_process(entry: Entry, scenario: Callable[
 def test_the_table_is_whole():
     """Every strategy string of this library is in the table, and every refusal that the table names is tried."""
     ours = {name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_p")}
+    ours.remove("pipeline_auto")  # takes one of the others, and needs an example_input_array: see test_many_stages.py
     assert ours == {entry.name for entry in STRATEGIES}
     known = {scenario.__name__ for scenario in REFUSED}
     assert all(entry.refuses.keys() <= known for entry in STRATEGIES)

@@ -1,0 +1,70 @@
+"""I of a stage, and what it leaves for W: products that autograd would have made, and graphs of blocks to replay.
+
+The one idea: both kinds wait in one object that W runs. Whoever counts what autograd saves (a hook on saved tensors) is
+told of what waits, too: it is kept in the same way, from the forward until W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.pipeline.graphs import SharedGraphs
+from lightning_parallel.pipeline.weight_grad import Plan, backward_inputs, plan
+
+
+class Deferred:
+    """The weight gradients of one micro-batch on one stage, waiting.
+
+    Args:
+        roots: where the backward begins.
+        graphs: those of the rank's blocks, if they have any.
+    """
+
+    def __init__(self, roots: Sequence[Any], graphs: SharedGraphs | None) -> None:
+        self._graphs, self._roots, self._slots = graphs, roots, list[Any]()
+        self._plan: Plan | None = plan(roots)
+        self._noted: list[Any] = []  # what hooks on saved tensors made of what waits
+        self._pack = _hook_on_saved_tensors()
+        if self._pack is not None:
+            for product in self._plan.products:
+                product.factor = self._note_factor(product.factor)
+
+    def backward(self, gradients: Sequence[Tensor]) -> None:
+        """I: all gradients but those that wait."""
+        roots, self._roots = self._roots, ()
+        prepared, self._plan = self._plan, None
+        if self._graphs is None:
+            self._weights = backward_inputs(roots, gradients, prepared)
+        else:
+            with self._graphs.leaving_weights() as self._slots:
+                self._weights = backward_inputs(roots, gradients, prepared)
+        if self._pack is not None:
+            self._noted += map(self._pack, self._weights.tensors())
+
+    def run(self) -> None:
+        """W: those that waited. They are added within the product's own kernel where that can be."""
+        self._weights.run(fused=True)
+        for slot in self._slots:
+            slot.weights()
+        self._noted = []
+
+    def _note_factor(self, factor: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Read a factor within the backward, before the node lets go of it, and note it."""
+
+        def read() -> Tensor:
+            tensor = factor if isinstance(factor, Tensor) else factor()
+            assert self._pack is not None
+            self._noted.append(self._pack(tensor))
+            return tensor
+
+        return read
+
+
+def _hook_on_saved_tensors() -> Callable[[Tensor], Any] | None:
+    """What is called with every tensor that autograd saves, if there is such a hook."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]

@@ -1,0 +1,123 @@
+"""One range as the result of its history: weights, optimizer state, clocks and counters that change by entries alone.
+
+The one idea: ``apply`` is the only way to change a range, so that replicas which applied the same entries are equal, a
+replayed log gives the same range, and history is linear. Left out: where entries come from (``intake.py``), who else
+has them (``chain.py``), who reads (``reader.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.server.clock import VectorClock
+from lightning_parallel.server.filters import decode
+from lightning_parallel.server.messages import Copy, Entry, Seqs, Values
+from lightning_parallel.server.sandblaster import perform
+from lightning_parallel.server.updates import Update
+
+COUNTERS = ("lsn", "version", "steps", "dropped", "view")
+
+
+class Range:
+    """A range's state after ``lsn`` entries.
+
+    Args:
+        key: number of the range.
+        length: elements.
+        update: what a push does.
+
+    Example:
+        >>> from lightning_parallel.server.updates import AddDelta
+        >>> part = Range(0, 2, AddDelta())
+        >>> part.apply(Entry(1, seed=torch.zeros(2), joined=(5,)))
+        >>> part.apply(Entry(2, push=torch.ones(2), marks={5: (1, 1)}, pushes=1))
+        >>> part.weights.tolist(), part.version, part.seqs, part.clocks.minimum
+        ([1.0, 1.0], 1, {5: 1}, 1)
+    """
+
+    def __init__(self, key: int, length: int, update: Update) -> None:
+        self.key, self.length, self.update = key, length, update
+        self.weights, self.state = torch.zeros(length), update.state(length)
+        self.clocks, self.seqs = VectorClock(), dict[int, int]()
+        self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
+        self.lsn = self.version = self.steps = self.dropped = self.view = 0
+        self.seeded = self._lent = False
+        self.vectors: dict[str, Tensor] = {}
+        self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
+
+    def apply(self, entry: Entry) -> None:
+        """Take the next step of the history."""
+        assert entry.lsn == self.lsn + 1, (entry.lsn, self.lsn)
+        self.lsn = entry.lsn
+        if self._lent and (entry.push is not None or entry.seed is not None or entry.call is not None):
+            self.weights, self._lent = self.weights.clone(), False
+        if entry.seed is not None:
+            self.weights.copy_(entry.seed)
+            self.seeded = True
+        if entry.call is not None:
+            caller, request, *words = entry.call
+            self._call(caller, request, tuple(words), entry.push)
+        elif entry.push is not None:
+            self.steps += 1
+            self.update.apply(self.weights, self.state, decode(entry.push), self.steps, entry.lr)
+        self.version += entry.pushes
+        self.dropped += entry.dropped
+        self.view = entry.view or self.view
+        self._count(entry)
+
+    def _call(self, caller: str, request: int, words: tuple[str | float, ...], values: Values | None) -> None:
+        if "x" not in self.vectors:
+            self.vectors["x"] = self.weights.to(torch.float64)
+        vector = None if values is None else decode(values)
+        value = perform(self.vectors, words, vector)
+        if words[0] == "store":
+            self.weights.copy_(self.vectors["x"])
+        self.calls[caller] = (request, value)
+
+    def _count(self, entry: Entry) -> None:
+        for worker in entry.joined:
+            self.clocks.join(worker)
+            self.seqs[worker] = 0
+        for worker, (seq, clock) in entry.marks.items():
+            self.seqs[worker] = seq
+            self.clocks.advance(worker, clock)
+        for worker in entry.left:
+            self.clocks.leave(worker)
+            self.left = (*self.left, worker)
+
+    def lend(self) -> Tensor:
+        """The weights as they are now; whoever changes them next works on a copy."""
+        self._lent = True
+        return self.weights
+
+    def others(self, worker: int) -> int:
+        """Pushes of everyone but a worker that the weights hold."""
+        return self.version - self.seqs.get(worker, 0)
+
+    def covers(self, target: Seqs) -> bool:
+        """Whether every push of a version is in, of those workers that are still there."""
+        return all(self.seqs.get(worker, 0) >= seq or worker in self.left for worker, seq in target.items())
+
+    def copy(self) -> Copy:
+        """Everything, as a message that shares no memory with the range."""
+        numbers = {name: getattr(self, name) for name in COUNTERS}
+        numbers |= {"seeded": int(self.seeded), "floor": self.clocks.floor}
+        tensors = {"weights": self.weights.clone(), **{f"state.{k}": v.clone() for k, v in self.state.items()}}
+        tensors |= {f"vector.{name}": vector.clone() for name, vector in self.vectors.items()}
+        return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left, dict(self.calls))
+
+    @classmethod
+    def of(cls, copy: Copy, update: Update) -> Range:
+        """The range that a copy was made of."""
+        tensors = dict(copy.tensors)
+        part = cls(copy.key, tensors["weights"].numel(), update)
+        part.weights = tensors["weights"].clone()
+        part.state = {slot: tensors[f"state.{slot}"].clone() for slot in update.names()}
+        part.vectors = {k.removeprefix("vector."): v.clone() for k, v in tensors.items() if k.startswith("vector.")}
+        for name in COUNTERS:
+            setattr(part, name, copy.numbers[name])
+        part.seeded = bool(copy.numbers["seeded"])
+        part.clocks, part.seqs = VectorClock(copy.clocks, copy.numbers["floor"]), dict(copy.seqs)
+        part.left, part.calls = copy.left, dict(copy.calls)
+        return part

@@ -1,0 +1,190 @@
+"""Starts the manager and the servers of a job as processes of this host, and joins workers to it.
+
+The one idea: a ``Job`` is a few plain values (a secret number, a token, a folder, the manager's endpoint) that every
+process is given; processes are forked and found by the view alone. A server that dies takes nobody with it. Left out:
+other hosts' processes (give them the job's values and ``serve``), Trainers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.client import Client
+from lightning_parallel.server.filters import Filters
+from lightning_parallel.server.manager import Manager
+from lightning_parallel.server.node import Server
+from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.storage import Storage
+from lightning_parallel.server.transport.memory import keep_freed_memory
+from lightning_parallel.server.transport.session import Session
+from lightning_parallel.server.transport.zeromq import Keys, Node, endpoint_in
+
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a job is given.
+
+    Args:
+        rules: the job's agreement.
+        num_servers: servers that the first view waits for.
+        num_workers: workers that the first view waits for.
+        folder: of the job on this host, mode 0700.
+        number: secret, 64 bits.
+        token: what a ``Hello`` must carry.
+        host: ``""`` for ipc, else the address that sockets listen on.
+        manager: where the manager listens.
+        slab_bytes: shared memory of each process; 0 for none.
+        keys: made where ``host`` is reached from other hosts.
+    """
+
+    rules: Rules
+    num_servers: int
+    num_workers: int
+    folder: Path
+    number: int
+    token: str
+    host: str = ""
+    manager: str = ""
+    slab_bytes: int = 0
+    keys: Keys | None = None
+
+    def node(self, machine: Manager | Server | Client, endpoint: str = "") -> Node:
+        """Sockets for a state machine of the job."""
+        most = 64 * self.rules.layout.size + (1 << 20)
+        endpoint = endpoint or self.endpoint(machine.address)
+        book = {MANAGER: self.manager} if machine.address != MANAGER else {}
+        slab = self.slab_bytes if machine.address != MANAGER else 0
+        node = Node(machine, self.number, endpoint, book, most, self.folder, slab, self.keys)
+        if not isinstance(machine, Manager):
+            machine.endpoint = node.endpoint
+        return node
+
+    def endpoint(self, address: str) -> str:
+        """Where a process listens."""
+        return f"tcp://{self.host}:*" if self.host else endpoint_in(self.folder, address)
+
+    def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
+        """A worker's session; call ``start`` on it."""
+        client = Client(f"{name}.{secrets.token_hex(4)}", name, self.rules, self.token, filters=filters)
+        return Session(self.node(client), timeout)
+
+    def serve(self, name: str, log: Path | None = None) -> None:
+        """Be a server until the manager says that this one is gone.
+
+        Args:
+            name: of the server.
+            log: folder in which its ranges are kept, so that a restart of all resumes.
+        """
+        storage = None if log is None else Storage(log / name, self.rules)
+        server = Server(
+            f"{name}.{secrets.token_hex(4)}",
+            self.rules,
+            self.token,
+            ranges={} if storage is None else storage.read(),
+            journal=None if storage is None else storage.append,
+        )
+        node = self.node(server)
+        if storage is not None:
+            storage.watch(server)
+        node.send(server.start(node.now()))
+        node.run(until=lambda: server.lost)
+        node.close()
+
+    def serve_in_thread(self, name: str) -> threading.Thread:
+        """Be a server in a thread of this process: a shard that lives with a worker."""
+        thread = threading.Thread(target=self.serve, args=(name,), name=f"server {name}", daemon=True)
+        thread.start()
+        return thread
+
+    def manage(self) -> None:
+        """Be the manager until the process ends."""
+        node = self.node(Manager(self.rules, self.num_servers, self.num_workers, self.token), self.manager)
+        node.run(until=lambda: False)
+
+
+@dataclass
+class Launch:
+    """The processes of a job on this host; ends them all when it is left.
+
+    Args:
+        job: made by ``launch``.
+        processes: by name.
+    """
+
+    job: Job
+    processes: dict[str, BaseProcess] = field(default_factory=dict)
+
+    def start_server(self, name: str, log: Path | None = None) -> BaseProcess:
+        """Fork one more server."""
+        return self._fork(name, self.job.serve, (name, log))
+
+    def _fork(self, name: str, target: object, args: tuple[object, ...] = ()) -> BaseProcess:
+        process = _fork.Process(target=_child, args=(target, *args), name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+        return process
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.join()
+        shutil.rmtree(self.job.folder, ignore_errors=True)
+
+
+def launch(
+    rules: Rules,
+    num_servers: int = 1,
+    num_workers: int = 1,
+    host: str = "",
+    port: int = 0,
+    slab_bytes: int = 0,
+    log: Path | None = None,
+    colocated: bool = False,
+) -> Launch:
+    """Start a job's manager and servers.
+
+    Args:
+        rules: the job's agreement.
+        num_servers: servers, each a process.
+        num_workers: workers that the start waits for; ``job.join`` makes them.
+        host: ``""`` for ipc; an address for TCP, with CURVE keys unless it is loopback.
+        port: of the manager, with ``host``.
+        slab_bytes: shared memory of each process, used with ipc.
+        log: folder of the servers' logs.
+        colocated: start no servers; workers do, with ``job.serve_in_thread``.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="server-"))
+    os.chmod(folder, 0o700)
+    manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
+    keys = Keys.make() if host and not host.startswith("127.") and host != "localhost" else None
+    number, token = secrets.randbits(63), secrets.token_hex(16)
+    job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys)
+    started = Launch(job)
+    started._fork(MANAGER, job.manage)
+    for index in range(0 if colocated else num_servers):
+        started.start_server(f"s{index}", log)
+    return started
+
+
+def _child(target: object, *args: object) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    assert callable(target)
+    target(*args)

@@ -1,0 +1,182 @@
+"""A server: the state machine around all ranges that lie on it.
+
+The one idea: every message carries the view in which it was sent, and only messages of one's own view are acted on. An
+older one is refused: its sender did not know who holds the range now. A newer one waits until the view itself has come.
+Left out: sockets and clocks; ``handle`` is given what came and the time, and returns what is to be sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lightning_parallel.server import messages as m
+from lightning_parallel.server.chain import MANAGER, Replica
+from lightning_parallel.server.history import Range
+from lightning_parallel.server.rules import Rules
+
+EARLY = 1024  # messages of a view to come that are kept
+
+
+class Server:
+    """The state machine of one server.
+
+    Args:
+        address: how others name it; new for every start.
+        rules: the job's agreement.
+        token: proof that it belongs to the job.
+        endpoint: where a transport finds it.
+        ranges: what it has already, such as from its log; key -> range.
+        journal: takes (key, entry) before an entry is applied.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rules: Rules,
+        token: str = "",
+        endpoint: str = "",
+        ranges: dict[int, Range] | None = None,
+        journal: Callable[[int, m.Entry], None] | None = None,
+    ) -> None:
+        self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
+        self.view, self.journal = m.View(), journal
+        self.out: list[m.Message] = []
+        self.early: deque[m.Message] = deque(maxlen=EARLY)
+        self.refused = 0  # messages of older views
+        self.lost = False  # the manager took this server for gone
+        self._lease_at = 0.0
+        self._copying: set[int] = set()
+        self.replicas = {key: self._replica(part) for key, part in (ranges or {}).items()}
+
+    def start(self, now: float) -> list[m.Message]:
+        """What a server says first."""
+        self._lease_at = now + self.rules.heartbeat
+        self._send(MANAGER, self._hello())
+        return self._flush()
+
+    def handle(self, message: m.Message, now: float) -> list[m.Message]:
+        """React to a message.
+
+        Args:
+            message: what came.
+            now: seconds, of any clock that does not go back.
+
+        Returns:
+            What is to be sent.
+        """
+        self._act(message, now)
+        return self._flush()
+
+    def _act(self, message: m.Message, now: float) -> None:
+        if isinstance(message.body, m.Wake):
+            self._wake(now)
+        elif isinstance(message.body, m.View):
+            self._adopt(message.body, now)
+        elif isinstance(message.body, m.Refused):
+            self.lost = True
+        elif message.view > self.view.number:
+            self.early.append(message)
+        elif self.is_current(message):
+            self._react(message, now)
+        else:
+            self.refused += 1
+
+    def is_current(self, message: m.Message) -> bool:
+        """Whether the sender knew who takes part now."""
+        return message.view == self.view.number
+
+    @property
+    def wake_at(self) -> float | None:
+        """When ``Wake`` is due next."""
+        if self.lost:
+            return None
+        return min([self._lease_at, *(at for r in self.replicas.values() if (at := r.wake_at) is not None)])
+
+    def _react(self, message: m.Message, now: float) -> None:
+        body, source = message.body, message.source
+        if isinstance(body, m.Copy):
+            self._take_copy(source, body, now)
+            return
+        replica = self.replicas.get(getattr(body, "key", -1))
+        if replica is None:
+            return
+        actions: dict[type, Callable[[], Any]] = {
+            m.Push: lambda: replica.on_push(source, body, now),
+            m.Pull: lambda: self._pull(replica, body),
+            m.Append: lambda: replica.on_append(source, body, now),
+            m.Committed: lambda: replica.on_committed(body, now),
+            m.Seed: lambda: replica.on_seed(body, now),
+            m.Begin: lambda: replica.on_begin(body, now),
+            m.Call: lambda: replica.on_call(source, body, now),
+            m.Hold: lambda: replica.on_hold(body, now),
+            m.At: lambda: replica.on_at(source, body, now),
+            m.Drain: lambda: replica.on_drain(now),
+            m.Want: lambda: replica.on_want(source, body),
+        }
+        action = actions.get(type(body))
+        if action is not None:
+            action()
+
+    def _pull(self, replica: Replica, pull: m.Pull) -> None:
+        if replica.is_tail:
+            for worker, rows in replica.reader.pull(pull):
+                if worker in self.view.workers:
+                    self._send(self.view.workers[worker], rows)
+
+    def _adopt(self, view: m.View, now: float) -> None:
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        held = {key for key, chain in view.chains.items() if self.address in chain}
+        copying = {key for key, server in view.joining.items() if server == self.address}
+        for key in [key for key in self.replicas if key not in held]:
+            del self.replicas[key]
+        for key in sorted(held - self.replicas.keys()):  # a range that nobody has yet
+            self.replicas[key] = self._replica(Range(key, self.rules.layout.length(key), self.rules.update))
+        for key in sorted(held):
+            self.replicas[key].adopt(view, now)
+        self._copying = copying
+        early, self.early = self.early, deque(maxlen=EARLY)
+        for message in early:
+            self._act(message, now)
+
+    def _take_copy(self, source: str, copy: m.Copy, now: float) -> None:
+        if copy.key in self.replicas:
+            self.replicas[copy.key].on_copy(source, copy, now)
+        elif copy.key in self._copying:
+            replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update))
+            replica.view = self.view
+            replica.tell_copied()
+
+    def _wake(self, now: float) -> None:
+        for replica in self.replicas.values():
+            replica.wake(now)
+        if now >= self._lease_at and not self.lost:
+            self._lease_at = now + self.rules.heartbeat
+            self._send(MANAGER, m.Lease() if self.view.number else self._hello())
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """A range that is to be copied: say that it is here, or that it never came."""
+        for key in sorted(self._copying):
+            if key in self.replicas:
+                self.replicas[key].tell_copied()
+            else:
+                self._send(self.view.chains[key][-1], m.Want(key, -1))
+
+    def _hello(self) -> m.Hello:
+        holds = {key: replica.part.lsn for key, replica in self.replicas.items() if replica.part.seeded}
+        workers = max((worker for replica in self.replicas.values() for worker in replica.part.seqs), default=0)
+        return m.Hello("server", self.address, self.token, self.endpoint, holds, workers)
+
+    def _replica(self, part: Range) -> Replica:
+        return Replica(self.address, part, self.rules, self._send, self.journal)
+
+    def _send(self, target: str, body: Any) -> None:
+        self.out.append(m.Message(self.address, target, self.view.number, body))
+
+    def _flush(self) -> list[m.Message]:
+        out, self.out = self.out, []
+        return out

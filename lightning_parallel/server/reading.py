@@ -1,0 +1,126 @@
+"""One pull of all ranges, so that it holds the same pushes in each.
+
+    ask      every tail answers by itself; if all hold the same pushes, that is the answer
+    hold     else the heads are held, one after the other in the order of ranges, so that two readers never wait in a
+    circle at       the least version that has all they have is named; each head lets in what is missing and marks the
+    place in its
+             history, where the tail answers
+
+The one idea: what one range has, every other will get, since a worker pushes to all; so standing still a moment is
+enough. A worker that died while it pushed is the exception: its last push may be in some ranges only, and the result
+says so (``torn``). Left out: sending.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_parallel.server import messages as m
+from lightning_parallel.server.filters import decode
+from lightning_parallel.server.layout import Layout
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a pull returns.
+
+    Args:
+        vector: shape (size,), the weights.
+        version: pushes in them.
+        seqs: worker -> how many of its pushes are in them.
+        minimum: the least clock of all workers, in every range.
+        torn: workers that died in a push which only some of the ranges have.
+        versions: pushes in each range; all the same, unless torn or asked for without one version.
+    """
+
+    vector: Tensor
+    version: int
+    seqs: m.Seqs
+    minimum: int
+    torn: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass
+class Reading:
+    """The state of a pull.
+
+    Args:
+        worker: the reader.
+        request: number of the pull.
+        keys: its ranges.
+        need: the least clock that it must see.
+        own: the reader's own push that it must see.
+    """
+
+    worker: int
+    request: int
+    keys: tuple[int, ...]
+    need: int
+    own: int
+    rows: dict[int, m.Rows] = field(default_factory=dict)
+    held: dict[int, m.Held] = field(default_factory=dict)
+    holds: bool = False  # whether the heads are asked to stand still
+
+    def on_rows(self, rows: m.Rows) -> bool:
+        """Take an answer; whether all are there."""
+        if rows.request == self.request:
+            self.rows[rows.key] = rows
+        return len(self.rows) == len(self.keys)
+
+    def agrees(self, one_version: bool) -> bool:
+        """Whether all answers hold the same pushes, but for workers that are gone."""
+        return not one_version or set(_differing(self.rows)) <= self._left
+
+    def hold(self, request: int) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
+        """Start over with the heads held: the question to the first of them."""
+        self.request, self.rows, self.held, self.holds = request, {}, {}, True
+        return self.questions()
+
+    def on_held(self, held: m.Held) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
+        """A head stands still: the question to the next, or to all at which version to answer."""
+        if held.request != self.request or held.key in self.held:
+            return []
+        self.held[held.key] = held
+        return self.questions()
+
+    def questions(self) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
+        """What is asked now, and of which range."""
+        missing = [key for key in self.keys if key not in self.rows]
+        if not self.holds:
+            return [(key, m.Pull(key, self.worker, self.request, self.need, self.own)) for key in missing]
+        if len(self.held) < len(self.keys):
+            key = self.keys[len(self.held)]
+            return [(key, m.Hold(key, self.worker, self.request))]
+        return [(key, m.At(key, self.worker, self.request, self.target)) for key in missing]
+
+    @property
+    def target(self) -> m.Seqs:
+        """The least version that has all pushes which any range has."""
+        target: m.Seqs = {}
+        for held in self.held.values():
+            target |= {worker: max(seq, target.get(worker, 0)) for worker, seq in held.seqs.items()}
+        return target
+
+    @property
+    def _left(self) -> set[int]:
+        return {worker for rows in self.rows.values() for worker in rows.left}
+
+    def result(self, layout: Layout) -> Result:
+        """The answer, once all rows are there."""
+        rows = self.rows
+        seqs: m.Seqs = {}
+        for part in rows.values():
+            seqs |= {worker: max(seq, seqs.get(worker, 0)) for worker, seq in part.seqs.items()}
+        vector = layout.join({key: decode(part.values) for key, part in rows.items()})
+        versions = tuple(sum(rows[key].seqs.values()) for key in sorted(rows))
+        minimum = min(part.minimum for part in rows.values())
+        torn = tuple(sorted(set(_differing(rows)) & self._left))
+        return Result(vector, sum(seqs.values()), seqs, minimum, torn, versions)
+
+
+def _differing(rows: dict[int, m.Rows]) -> list[int]:
+    workers = {worker for part in rows.values() for worker in part.seqs}
+    return [w for w in workers if len({part.seqs.get(w, 0) for part in rows.values()}) > 1]

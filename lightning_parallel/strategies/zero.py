@@ -1,0 +1,278 @@
+"""`ZeROStrategy`: data parallelism in which ranks do not all hold the same optimizer states, gradients and parameters.
+
+The one idea: the module trains as under DDP, step for step; what ranks divide is behind `parameter.grad` and
+`optimizer.step`. An engine does the dividing, and this class hands it the moments of Lightning's loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.failure.watch import Patience
+from lightning_parallel.strategies.arguments import all_are, is_count
+from lightning_parallel.strategies.base import StartMethod
+from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
+from lightning_parallel.zero.bucket import Ranks
+from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
+from lightning_parallel.zero.native import NativeEngine
+from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.promise import ModelStates
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Engine = Literal["native", "fsdp2"]
+_HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class ZeROStrategy(ZeROCheckpoints):
+    """Divides model states among data-parallel ranks: optimizer states, gradients too, parameters too.
+
+    Ranks see different rows, as under DDP, and the model trains as it does there. With mixed-precision Adam a parameter
+    takes 4 + 12/N bytes on a rank in stage 1, 2 + 14/N in stage 2, 16/N in stage 3, beside 16 under DDP; stages 1 and 2
+    move as much as DDP, stage 3 half as much again.
+
+    Args:
+        stage: 1 divides optimizer states, 2 gradients too, 3 parameters too.
+        engine: "native" for stages 1 and 2, flat buckets of this library; "fsdp2" for stages 2 and 3, PyTorch's
+            `fully_shard`. Default is native where it can.
+        bucket_mb: native: megabytes of gradients that are reduced at a time.
+        blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a
+            container, or names of blocks.
+        master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
+            a divided copy of 32 bits, as in the paper.
+        shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
+            parts on every such group, between which gradients are averaged part by part. Default is all ranks.
+        offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
+        state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
+            share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
+            is resumed from, whichever is set; every rank then reads all of it.
+        broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
+        start_method, timeout, patience, **kwargs: see `MeshStrategy`.
+
+    Raises:
+        ValueError: an argument is not as described.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = ZeROStrategy(stage=2)
+        >>> trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy)  # doctest: +SKIP
+
+    Source:
+        Rajbhandari et al., ZeRO, arXiv 1910.02054.
+    """
+
+    def __init__(
+        self,
+        stage: int = 2,
+        engine: Engine | None = None,
+        bucket_mb: float = 32.0,
+        blocks: str | Sequence[str] = "auto",
+        master_weights: bool = True,
+        shard_size: int | None = None,
+        offload: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        broadcast_buffers: bool = True,
+        start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+        patience: Patience | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
+        _refuse(stage=(stage, stage in (1, 2, 3), "1, 2 or 3"))
+        engine = engine or ("fsdp2" if stage == 3 else "native")
+        engines = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}[stage]
+        words = " or ".join(f'"{name}"' for name in engines)
+        _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
+        _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
+        _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
+        right = shard_size is None or (is_count(shard_size, 1) and engine == "native")
+        _refuse(shard_size=(shard_size, right, 'a number of ranks, 1 or more, with engine="native"'))
+        self.shard_size = shard_size
+        switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
+        _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
+        self.zero_stage, self.engine_name = stage, engine
+        self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
+        self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
+        self._control: Any = None
+
+    def axes(self) -> Mapping[str, int]:
+        return {"data": self.world_size}
+
+    def model_states(self) -> ModelStates:
+        """What the stage promises this rank in bytes, for callbacks; once an optimizer has stepped."""
+        return self.engine.model_states(self.optimizers)
+
+    def group_names(self) -> dict[int, str]:
+        """What the process groups are for, for callbacks: by their identity."""
+        return {id(self._control): "host", id(self._sigterm_group): "host"}
+
+    # -- set-up and teardown -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.watch_signals(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self._engine = None
+        self._control = dist.new_group(backend="gloo")
+        self._reset_optimizers_and_schedulers()
+        if self.engine_name == "fsdp2":
+            self._engine = self._shard(trainer)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Call `configure_optimizers` as it is, then divide what its optimizers update."""
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer, type(self).__name__)
+        if self.engine_name == "native":
+            partition = Partition(
+                self.lightning_module, self.optimizers, self._ranks(), self._options(),
+                control=self._control, waiting=self.blocked, agree=self._agree,
+            )  # fmt: skip
+            self._engine = NativeEngine(partition, self.broadcast_buffers)
+        self.engine.load_masters(self._masters)
+        self._masters = {}
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
+            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _ranks(self) -> Ranks:
+        """Who shares what: all ranks, or neighbours, whose counterparts elsewhere own the same."""
+        size, world, rank = self.shard_size or self.world_size, self.world_size, self.global_rank
+        if world % size:
+            raise ValueError(
+                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
+            )
+        if size == world:
+            return Ranks(rank, world)
+        neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+        place, replica = rank % size, rank // size
+        return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
+
+    def _options(self) -> Options:
+        offload = torch.device("cpu") if self.offload else None
+        return Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, offload)
+
+    def _shard(self, trainer: Trainer) -> ShardedEngine:
+        """Shard the module, and copies of it that callbacks hold."""
+        module = self.lightning_module
+        assert module is not None
+        if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):
+            raise ValueError(
+                'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
+                " process a part. Leave log_graph out, and log the graph in one process."
+            )
+        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        for loop in [*loops, trainer.predict_loop]:
+            loop.inference_mode = False  # parameters that are gathered under it could not be trained
+        # Under autocast operations choose their precision, as under DDP; parameters are gathered as they are.
+        half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
+        options = ShardOptions(
+            self.zero_stage, self.blocks, compute=half, master=self.master_weights and half is not None,
+            offload=self.offload, whole_module=module.automatic_optimization,
+        )  # fmt: skip
+        copies = model_copies(trainer, module)
+        engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
+        engine.broadcast_buffers = self.broadcast_buffers
+        if self.state_dict_type == "sharded":
+            refuse_sharded(trainer, module, type(self).__name__)
+        for copied in copies:
+            hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
+        return engine
+
+    def _agree(self, what: str, names: Any) -> None:
+        """Raise unless all ranks put the same parameters into a group."""
+        everyone: list[Any] = [None] * self.world_size
+        with self.blocked(f"the other ranks' {what}"):
+            dist.all_gather_object(everyone, list(names), group=self._control)
+        unlike = [rank for rank, others in enumerate(everyone) if others != everyone[0]]
+        if unlike:
+            raise ValueError(
+                f"The ranks added different parameters to {what} (rank {unlike[0]} unlike rank 0). Add the same on"
+                " every rank; decide by what all ranks see alike."
+            )
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.to_device()
+        else:
+            self.lightning_module.to(self.root_device)
+
+    def teardown(self) -> None:
+        for replaced in ("clip_grad_by_norm", "clip_gradients"):
+            self.precision_plugin.__dict__.pop(replaced, None)
+        failed = self.failed
+        if self._engine is not None and self.watch is not None and not failed:
+            with self.blocked("the other ranks at the end of the run"):
+                self._engine.keep_states(self.optimizers)
+                self._engine.release()
+        super().teardown()
+        self._control = None
+        if failed or self.lightning_module is None:
+            return
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.lightning_module.to("cpu")
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.begin_step()
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's backward; gradients are reduced while it runs, before `on_after_backward`."""
+        module = self.lightning_module
+        assert module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self.engine.backward():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Any:
+        """Around batches whose gradients accumulate: stage 1 moves nothing until the last of them."""
+        with self.engine.accumulating():
+            yield
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all ranks' parts."""
+        self.engine.clip(list(self.precision_plugin.main_params(optimizer)), float(clip_val))
+
+    def on_validation_start(self) -> None:
+        if self._engine is not None:
+            self._engine.begin_evaluation()
+
+    on_train_end = on_validation_start
+
+
+def _refuse(**arguments: tuple[Any, bool, str]) -> None:
+    """Raise for an argument that is not right: {name: (what is, whether it is right, what was needed)}."""
+    for name, (value, right, needed) in arguments.items():
+        if not right:
+            raise ValueError(f"ZeROStrategy({name}={value!r}): {name} is {needed}.")

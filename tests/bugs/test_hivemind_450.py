@@ -1,0 +1,20 @@
+"""A lone peer ran with zero gradients."""
+
+import pytest
+import torch
+
+from lightning_parallel.server import BSP, ESSP, SGD, SSP, Asynchronous, BoundedDelay, DropOlderThan, Layout, Rules
+from tests.server_world import World
+
+
+@pytest.mark.parametrize("rule", [BSP(), SSP(3), ESSP(2), BoundedDelay(0), Asynchronous(), DropOlderThan(0)], ids=str)
+def test_one_worker_equals_plain_descent(rule):
+    target = torch.linspace(-1, 1, 5)
+    world = World(Rules(Layout(5, 2), SGD(0.2, momentum=0.5), rule), 2, 1, 6)
+    world.work = lambda worker, result: result.vector - target
+    weights = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.SGD([weights], lr=0.2, momentum=0.5)
+    for _ in range(6):
+        weights.grad = weights.detach() - target
+        optimizer.step()
+    assert torch.equal(world.run().weights(), weights.detach())

@@ -1,0 +1,41 @@
+"""A compiled submodule left `_orig_mod` in the keys of checkpoints, and resuming from them failed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from tests.trainer.modules import Classifier, row_dataset
+from tests.trainer.zeros import STAGES, Fit, on_ranks, zero
+
+
+class Compiles(Classifier):
+    """Compiles its network where Lightning says one should; a backend that compiles nothing keeps the test quick."""
+
+    def configure_model(self) -> None:
+        self.net.compile(backend="eager")
+
+
+def one_batch() -> Any:
+    return row_dataset(8, 4)
+
+
+def saves(path: Path) -> Any:
+    def save(trainer: Any, module: LightningModule) -> Any:
+        trainer.save_checkpoint(path)
+        return path.exists()
+
+    return save
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_keys_are_clean_and_resume_works(tmp_path: Path, stage: int):
+    path = tmp_path / "compiled.ckpt"
+    plain = Fit(Classifier, {"max_epochs": 4}, one_batch)
+    compiled = Fit(Compiles, {"max_epochs": 2}, one_batch, after=saves(path))
+    reference, _ = on_ranks([(plain, zero(stage)), (compiled, zero(stage))], 2)
+    assert list(torch.load(path, weights_only=False)["state_dict"]) == list(Classifier().state_dict())
+    [resumed] = on_ranks([(Fit(Compiles, {"max_epochs": 4}, one_batch, resume=path), zero(stage))], 2)
+    torch.testing.assert_close(resumed[0].weights, reference[0].weights)

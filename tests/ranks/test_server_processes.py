@@ -1,0 +1,201 @@
+"""The parameter server as real processes: killed, stopped, started again; over ipc, TCP and shared memory."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from lightning_parallel.server import BSP, SGD, SSP, AddDelta, Layout, Rules
+from lightning_parallel.server.launcher import Job, Launch, launch
+from lightning_parallel.server.transport.session import LeaseLostError
+from tests.harness import _fork, free_port
+
+SIZE = 8
+pytestmark = pytest.mark.timeout(120)
+
+
+def counting(**options) -> Rules:
+    options = {"lease": 3.0, "resend_after": 0.5} | options
+    return Rules(Layout(SIZE, 2), AddDelta(), scale="sum", **options)
+
+
+def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> None:
+    """Push a 1 into this worker's own element, ``steps`` times; tell how many pushes are acknowledged."""
+    torch.set_num_threads(1)
+    session = job.join(name).start(torch.zeros(SIZE))
+    try:
+        for step in range(steps):
+            session.pull()
+            if step == hold_at:
+                session.settle()
+                pipe.send(("at", session.client.worker, step))
+            push = torch.zeros(SIZE)
+            push[session.client.worker - 1] = push[4 + session.client.worker - 1] = 1
+            session.push(push)
+        session.settle()
+        result = session.pull()
+        vector = result.vector.tolist()
+        whole = {worker: seq for worker, seq in result.seqs.items() if worker not in result.torn}
+        pipe.send(("done", session.client.worker, vector, whole))
+        session.close()
+    except LeaseLostError as error:
+        pipe.send(("lost", session.client.worker, str(error)))
+
+
+class Workers:
+    """Forked workers of a job and what they say."""
+
+    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None):
+        self.pipes, self.processes = [], []
+        for index in range(num):
+            ours, theirs = _fork.Pipe()
+            process = _fork.Process(target=count, args=(job, f"w{index}", steps, theirs, hold_at), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def hear(self, index: int, timeout: float = 60.0):
+        assert self.pipes[index].poll(timeout), f"worker {index} says nothing"
+        return self.pipes[index].recv()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.join(20)
+            process.kill()
+
+
+def assert_counts(vector: list[float], seqs: dict[int, int]) -> None:
+    """Both ranges hold exactly the pushes that they say they hold."""
+    for half in (vector[:4], vector[4:]):
+        assert {worker: half[worker - 1] for worker in seqs} == seqs
+
+
+def transports(name: str) -> dict:
+    return {
+        "ipc": {},
+        "shared memory": {"slab_bytes": 1 << 20},
+        "tcp": {"host": "127.0.0.1", "port": free_port()},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["ipc", "shared memory", "tcp"])
+def test_every_transport_counts(name):
+    with launch(counting(consistency=SSP(1)), 2, 2, **transports(name)) as started:
+        workers = Workers(started.job, steps=10)
+        said = [workers.hear(index) for index in range(2)]
+        workers.end()
+    for kind, worker, vector, seqs in said:
+        assert kind == "done" and seqs[worker] == 10
+        assert_counts(vector, seqs)
+
+
+def kill(launched: Launch, name: str) -> None:
+    process = launched.processes[name]
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
+    with launch(counting(consistency=SSP(2)), 4, 3) as started:
+        workers = Workers(started.job, steps=30, num=3, hold_at=8)
+        held = [workers.hear(index) for index in range(3)]  # each has 8 pushes acknowledged
+        kill(started, "s1")
+        kill(started, "s2")
+        os.kill(workers.processes[0].pid, signal.SIGKILL)
+        said = [workers.hear(index) for index in (1, 2)]
+        workers.end()
+    victim = held[0][1]
+    last = max(said, key=lambda one: sum(one[3].values()))
+    for kind, worker, _, seqs in said:
+        assert kind == "done" and seqs[worker] == 30
+    assert_counts(last[2], last[3])
+    assert min(last[2][victim - 1], last[2][4 + victim - 1]) >= 8  # it may have died in a push
+
+
+def test_a_worker_that_is_stopped_past_its_lease_is_fenced():
+    with launch(counting(consistency=SSP(0)), 1, 2) as started:
+        workers = Workers(started.job, steps=6, hold_at=2)
+        workers.hear(0), workers.hear(1)
+        os.kill(workers.processes[0].pid, signal.SIGSTOP)
+        kind, worker, vector, seqs = workers.hear(1)  # goes on once the lease of the other has ended
+        os.kill(workers.processes[0].pid, signal.SIGCONT)
+        said = workers.hear(0)
+        workers.end()
+    assert kind == "done" and seqs[worker] == 6
+    assert_counts(vector, seqs)
+    assert said[0] == "lost" and "Start a new session to join again" in said[2]
+
+
+def descend(job: Job, name: str, steps: int, pipe, colocated: bool) -> None:
+    torch.set_num_threads(1)
+    if colocated:
+        job.serve_in_thread(f"s-{name}")
+    session = job.join(name).start(torch.ones(SIZE))
+    for _ in range(steps):
+        session.push(session.pull().vector - 3.0)
+    pipe.send(session.pull().vector.tolist())
+    session.close()
+
+
+def run_descent(job: Job, steps: int, num: int, colocated: bool = False) -> list[list[float]]:
+    pairs = [_fork.Pipe() for _ in range(num)]
+    args = [(job, f"w{index}", steps, theirs, colocated) for index, (_, theirs) in enumerate(pairs)]
+    processes = [_fork.Process(target=descend, args=one, daemon=True) for one in args]
+    for process in processes:
+        process.start()
+    found = []
+    for ours, _ in pairs:
+        assert ours.poll(60)
+        found.append(ours.recv())
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bsp_over_processes_equals_one_process(world):
+    """Worlds of any size; every worker pushes the same gradient, so the mean is that gradient."""
+    weights = torch.nn.Parameter(torch.ones(SIZE))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    for _ in range(4):
+        weights.grad = weights.detach() - 3.0
+        optimizer.step()
+    with launch(Rules(Layout(SIZE, 2), SGD(0.1, 0.9), BSP()), 1, world) as started:
+        found = run_descent(started.job, 4, world)
+    assert found == [weights.tolist()] * world
+
+
+def test_shards_in_threads_of_the_workers():
+    with launch(Rules(Layout(SIZE, 2), SGD(0.1), BSP()), 2, 2, colocated=True) as started:
+        found = run_descent(started.job, 3, 2, colocated=True)
+    assert found[0] == found[1] and found[0][0] == pytest.approx(3 - 2 * 0.9**3)
+
+
+def test_a_restart_of_everything_resumes(tmp_path):
+    rules = Rules(Layout(SIZE, 2), SGD(0.1, 0.9), BSP())
+    found = []
+    for _ in range(2):
+        with launch(rules, 2, 1, log=tmp_path) as started:
+            found += run_descent(started.job, 3, 1)
+    with launch(rules, 2, 1) as started:
+        (straight,) = run_descent(started.job, 6, 1)
+    assert found[1] == straight != found[0]
+
+
+def test_an_address_that_others_reach_needs_keys():
+    from lightning_parallel.server.manager import Manager
+    from lightning_parallel.server.transport.zeromq import Node
+
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0:5555 is reached from other hosts\. Give keys=Keys\.make\(\)"):
+        Node(Manager(counting(), 1, 1), 1, "tcp://0.0.0.0:5555", {})
+
+
+def test_curve_keys_work_and_are_needed():
+    with launch(counting(consistency=SSP(1)), 1, 1, host="0.0.0.0", port=free_port()) as started:
+        assert started.job.keys is not None
+        workers = Workers(started.job, steps=3, num=1)
+        assert workers.hear(0)[0] == "done"
+        workers.end()

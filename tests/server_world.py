@@ -1,0 +1,193 @@
+"""A job of the parameter server in one process, on the virtual clock.
+
+``World`` starts all of it and runs it to its end; what workers read, when, and what they pushed is kept for checks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_parallel.server import AddDelta, Client, Layout, Manager, Result, Rules, Server
+from lightning_parallel.server.messages import Message
+from lightning_parallel.server.transport.virtual import VirtualNetwork
+
+
+@dataclass
+class Read:
+    """One read of a worker: when it was answered, at which of its clocks, and the answer."""
+
+    worker: int
+    clock: int
+    time: float
+    result: Result
+
+
+class WorldWorker:
+    """Pulls, computes for a while, pushes, as often as it is told."""
+
+    def __init__(self, world: World, address: str, name: str, steps: int, seconds: Callable[[int], float]) -> None:
+        self.world, self.steps, self.seconds = world, steps, seconds
+        self.client = Client(address, name, world.rules)
+        self.address, self.done, self.reads = address, 0, list[Read]()
+        self.starts, self.ends = list[float](), list[float]()
+        self.finish_at: float | None = None  # when the computation in hand ends
+        self.seeded = self.finished = False
+        self.waits = False  # computed, and waits for room to push
+
+    @property
+    def wake_at(self) -> float | None:
+        computing = None if self.waits or self.client.lost else self.finish_at
+        return min((time for time in (self.client.wake_at, computing) if time is not None), default=None)
+
+    def handle(self, message: Message, now: float) -> list[Message]:
+        before = self.client.result
+        out = self.client.handle(message, now)
+        if self.client.view.number and not self.seeded:
+            self.seeded = True
+            out += self.client.seed(self.world.initial)
+        if self.client.result is not None and self.client.result is not before and self.finish_at is None:
+            self._begin(now)
+        if self.finish_at is not None and now >= self.finish_at and not self.client.lost:
+            self.waits = not self.client.may_push
+            out += [] if self.waits else self._end(now)
+        if self.done == self.steps and self.client.is_settled and not self.finished and self.finish_at is None:
+            self.finished = True
+            self.world.on_finished(self)
+            out += self.client.leave() if self.world.leave else []
+        return out
+
+    def _begin(self, now: float) -> None:
+        result = self.client.result
+        assert result is not None and self.client.clock is not None and self.client.worker is not None
+        if self.done == self.steps:
+            return
+        read = Read(self.client.worker, self.client.clock, now, result)
+        self.reads.append(read)
+        self.world.on_read(self, read)
+        self.starts.append(now)
+        self.finish_at = now + self.seconds(self.done)
+
+    def _end(self, now: float) -> list[Message]:
+        self.finish_at, self.done = None, self.done + 1
+        self.ends.append(now)
+        out = self.client.push(self.world.work(self, self.reads[-1].result), now)
+        return out + (self.client.pull(now) if self.done < self.steps else [])
+
+
+@dataclass
+class World:
+    """Everything of a job. ``work`` makes a push from a read; the default pushes ones, so that sums are counts."""
+
+    rules: Rules
+    num_servers: int = 1
+    num_workers: int = 1
+    steps: int = 5
+    seconds: Callable[[int, int], float] = lambda worker, step: 1.0
+    network: VirtualNetwork = field(default_factory=VirtualNetwork)
+    initial: torch.Tensor | None = None
+    work: Callable[[WorldWorker, Result], torch.Tensor | None] = None  # type: ignore[assignment]
+    on_read: Callable[[WorldWorker, Read], None] = lambda worker, read: None
+    leave: bool = True
+    server_class: type[Server] = Server
+
+    def __post_init__(self) -> None:
+        size = self.rules.layout.size
+        self.initial = torch.zeros(size) if self.initial is None else self.initial
+        self.work = self.work or (lambda worker, result: torch.ones(size))
+        self.manager = Manager(self.rules, self.num_servers, self.num_workers)
+        self.network.add(self.manager, [])
+        self.servers: dict[str, Server] = {}
+        self.workers: list[WorldWorker] = []
+        self.finished: list[WorldWorker] = []
+        for _ in range(self.num_servers):
+            self.add_server()
+        for index in range(self.num_workers):
+            self.add_worker(f"w{index}")
+
+    def add_server(self) -> str:
+        address = f"s{len(self.servers)}"
+        server = self.servers[address] = self.server_class(address, self.rules)
+        self.network.add(server, server.start(self.network.now))
+        return address
+
+    def add_worker(self, name: str, steps: int | None = None) -> WorldWorker:
+        index = len(self.workers)
+        count = self.steps if steps is None else steps
+        worker = WorldWorker(self, f"{name}.{index}", name, count, lambda step: self.seconds(index, step))
+        self.workers.append(worker)
+        self.network.add(worker, worker.client.start(self.network.now))
+        return worker
+
+    def on_finished(self, worker: WorldWorker) -> None:
+        self.finished.append(worker)
+
+    @property
+    def running(self) -> list[WorldWorker]:
+        return [w for w in self.workers if not w.finished and not w.client.lost and w.address in self.network.machines]
+
+    def run(self, limit: int = 200_000) -> World:
+        """To the end: every worker that lives has finished, and its last messages have arrived."""
+        self.network.run(until=lambda: not self.running, limit=limit)
+        assert not self.running, f"stuck at {self.network.now} s"
+        return self
+
+    def settle(self, limit: int = 20_000) -> World:
+        """On until nothing is under way but leases: the chains are where they belong, and their servers equal."""
+        end = self.network.now + 10 * self.rules.lease
+        next_look = self.network.now
+
+        def over() -> bool:
+            nonlocal next_look
+            if self.network.now < next_look:
+                return False
+            next_look = self.network.now + 2.0
+            return self.is_quiet() or self.network.now > end
+
+        self.network.run(until=over, limit=limit)
+        return self
+
+    def is_quiet(self) -> bool:
+        """Whether every server of every chain has and knows the same."""
+        view = self.manager.view
+        for key, chain in view.chains.items():
+            if key in view.joining or any(a not in self.network.machines or a in self.network.stopped for a in chain):
+                return False
+            replicas = [self.servers[address].replicas.get(key) for address in chain]
+            if len({(r and r.part.lsn, r and r.committed, r and r.view.number) for r in replicas}) > 1:
+                return False
+            if replicas[0] is None or replicas[0].committed < replicas[0].part.lsn:
+                return False
+        return True
+
+    def live_servers(self) -> list[Server]:
+        return [server for address, server in self.servers.items() if address in self.network.machines]
+
+    def part(self, key: int, place: int = 0):
+        """A range as the server at a place of its chain has it."""
+        chain = self.manager.view.chains[key]
+        return self.servers[chain[place]].replicas[key].part
+
+    def weights(self, place: int = 0) -> torch.Tensor:
+        return torch.cat([self.part(key, place).weights for key in range(self.rules.layout.num_ranges)])
+
+
+def adding(size: int = 4, ranges: int = 2, **options) -> Rules:
+    """Rules under which sums are counts."""
+    options.setdefault("update", AddDelta())
+    options.setdefault("scale", "sum")
+    return Rules(Layout(size, ranges), **options)
+
+
+def random_network(seed: int, mean: float = 0.05, lose: float = 0.0, double: float = 0.0) -> VirtualNetwork:
+    """Delays with a long tail, and messages that are lost or doubled."""
+    rng = random.Random(seed)
+
+    def fate(message: Message) -> int:
+        draw = rng.random()
+        return 0 if draw < lose else 2 if draw < lose + double else 1
+
+    return VirtualNetwork(lambda message: rng.expovariate(1 / mean), fate)

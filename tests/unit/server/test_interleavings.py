@@ -1,0 +1,170 @@
+"""Random interleavings with faults: what must hold in every one, and that it does not without each safeguard."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from lightning_parallel.server import Server
+from lightning_parallel.server.intake import Intake
+from lightning_parallel.server.messages import Ack
+from tests.server_faults import Faults, Plan, WatchedReplica, plans, play
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@settings(max_examples=300, derandomize=True, phases=[Phase.generate], **QUIET)
+@given(plans)
+@pytest.mark.timeout(300)
+def test_what_must_hold_holds_in_random_interleavings(plan):
+    play(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.hours
+@settings(max_examples=100_000, phases=[Phase.generate], **QUIET)
+@given(plans)
+@pytest.mark.timeout(6 * 3600)
+def test_what_must_hold_holds_in_a_hundred_thousand_interleavings(plan):
+    play(plan)
+
+
+class AckBeforeTheTail(WatchedReplica):
+    """A worker is told as soon as the head has its push."""
+
+    def taken(self, entry):
+        super().taken(entry)
+        for worker, (seq, _) in entry.marks.items() if self.is_head else ():
+            self.acked[worker] = seq
+            self._tell(worker, Ack(self.part.key, seq))
+
+
+class TakesTwice(Intake):
+    """A push that is sent again is taken in again."""
+
+    def is_duplicate(self, push):
+        if push.seq <= self.taken[push.worker]:
+            self.taken[push.worker] = push.seq - 1
+        return False
+
+
+class Duplicates(WatchedReplica):
+    """No deduplication by sequence number."""
+
+    def flush(self, now):
+        self.intake.__class__ = TakesTwice
+        super().flush(now)
+
+    def on_push(self, source, push, now):
+        self.intake.__class__ = TakesTwice
+        super().on_push(source, push, now)
+
+
+class NoFence(Server):
+    """Messages of any view are acted on."""
+
+    def is_current(self, message):
+        return True
+
+    def _act(self, message, now):
+        object.__setattr__(message, "view", min(message.view, self.view.number))
+        super()._act(message, now)
+
+
+class NoRepair(WatchedReplica):
+    """What a dead server had not passed on is not sent again."""
+
+    def repair(self, now):
+        self.sent.clear()
+
+    def forward_again(self, now):
+        self._set_timer(now)
+
+    def on_want(self, source, want):
+        pass
+
+    def _send_copy(self):
+        pass
+
+
+SAFEGUARDS = {
+    "all": {},
+    "ack after the tail": {"replica_class": AckBeforeTheTail},
+    "deduplication": {"replica_class": Duplicates},
+    "fencing": {"server_class": NoFence},
+    "repair": {"replica_class": NoRepair},
+}
+
+
+def wrong(name: str, schedules: int) -> list[str]:
+    """What went wrong in schedules with two server faults and replays."""
+    found = []
+    for seed in range(schedules):
+        plan = Plan(seed, rule=2, workers=3, servers=4, ranges=1, steps=6, server_faults=2, worker_joins=1, lossy=True)
+        try:
+            play(plan, limit=6_000, **SAFEGUARDS[name])
+        except (AssertionError, TimeoutError, KeyError) as error:
+            found.append(str(error) or type(error).__name__)
+    return found
+
+
+@pytest.mark.parametrize("name", SAFEGUARDS)
+@pytest.mark.timeout(120)
+def test_each_safeguard_is_needed(name):
+    found = wrong(name, 12)
+    assert (found == []) == (name == "all"), found
+
+
+def test_a_zombie_worker_counts_for_nothing():
+    """Stopped longer than its lease: the others go on, and what it sends when it wakes is refused."""
+    world = Faults(Plan(3, rule=2, workers=3, server_faults=0, steps=8))
+    victim = world.workers[0]
+    world.network.at(5.0, lambda: world.network.stop(victim.address))
+    world.network.at(60.0, lambda: world.network.go_on(victim.address))
+    world.network.run(until=lambda: world.network.now > 70)
+    assert victim.client.lost and victim.done < 8
+    assert [worker.done for worker in world.workers[1:]] == [8, 8]
+    seqs = world.settle().part(0).seqs[victim.client.worker]
+    assert seqs <= victim.done
+    world.check_end()
+
+
+def test_a_cut_link_between_two_servers_loses_nothing():
+    world = Faults(Plan(5, rule=2, workers=3, server_faults=0, steps=8, ranges=1))
+    head, second, _ = (f"s{i}" for i in range(3))
+    links = {(head, second), (second, head), (head, "s2"), ("s2", head)}
+    world.network.at(4.0, lambda: world.network.cut.update(links))
+    world.network.at(9.0, world.network.cut.clear)
+    world.run().settle()
+    world.check_end()
+    assert world.part(0).version == 24
+
+
+def test_a_restarted_worker_of_the_same_name_takes_over():
+    world = Faults(Plan(7, rule=0, workers=2, server_faults=0, steps=6))
+    world.network.at(3.0, lambda: world.add_worker("w0"))
+    world.run().settle()
+    first, second = world.workers[0], world.workers[2]
+    assert first.client.lost and second.finished and second.client.worker == 3
+    world.check_end()
+
+
+def test_training_goes_on_without_the_manager():
+    world = Faults(Plan(9, rule=2, workers=3, server_faults=0, steps=6))
+    world.leave = False
+    world.network.run(until=lambda: world.network.now > 3)
+    world.network.crash("manager")
+    world.run()
+    assert [worker.done for worker in world.workers] == [6, 6, 6]
+    world.check_end()
+
+
+def test_servers_that_join_take_ranges_over_and_ranges_of_those_that_leave_find_new_ones():
+    world = Faults(Plan(2, rule=2, workers=2, servers=3, ranges=3, server_faults=0, steps=20))
+    world.network.at(4.0, world.add_server)
+    world.network.at(5.0, world.add_server)
+    world.network.at(12.0, lambda: world.network.crash("s0"))
+    world.run().settle()
+    world.check_end()
+    chains = world.manager.view.chains.values()
+    assert {len(chain) for chain in chains} == {3}
+    assert {"s3", "s4"} & {server for chain in chains for server in chain}
+    assert not any("s0" in chain for chain in chains)
