@@ -137,8 +137,9 @@ class TrainerStep:
                 for number, result in share.results.items():
                     results[number] = result
                 self.received |= share.received
-            self.log.take([note for share in shares for note in share.notes])
-            self.metrics.take([update for share in shares for update in share.updates])
+            with self._precision():  # as the steps ran
+                self.log.take([note for share in shares for note in share.notes])
+                self.metrics.take([update for share in shares for update in share.updates])
             if self.kind != "predict":
                 self._announce(results)
 
