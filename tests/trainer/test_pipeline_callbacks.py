@@ -25,6 +25,7 @@ class FakeStats:
 
     schedule = SCHEDULE
     row_ranks = (3, 2, 1, 0)
+    shares = (0.25, 0.25, 0.25, 0.25)
 
     def __init__(self, trainer=None):
         self.trainer, self.gathers = trainer, []
