@@ -48,7 +48,8 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         row.write(num_ranks // 2, min(rank, num_ranks - 1 - rank), total // 2)
         rows.append(tuple(row.actions))
         paired |= row.paired
-    return _schedule("dualpipe", rows, both_ways(num_ranks), num_microbatches, paired)
+    held = {pair: rank for pair, rank in both_ways(num_ranks).items() if pair[0] < num_microbatches}  # of those used
+    return _schedule("dualpipe", rows, held, num_microbatches, paired)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
