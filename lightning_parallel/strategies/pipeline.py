@@ -18,22 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.full import (
-    PrunedOptimizer,
-)
+from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.watch import Patience
-from lightning_parallel.pipeline import microbatch, schedules
+from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
-from lightning_parallel.pipeline.auto import Wanted, choose_together
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
-from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
@@ -43,7 +36,7 @@ from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.arguments import all_are, is_count, read_schedule, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
-from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
+from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.loss_scale import LossScale
@@ -59,7 +52,7 @@ _PARTITION_WORDS = '"parameters", "flops", "time", "count" or a list with the nu
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
-class PipelineStrategy(PipelineCheckpoints):
+class PipelineStrategy(PipelineGradients):
     """Cuts the model into stages, one a rank, and runs every batch as micro-batches by a schedule.
 
     The LightningModule is used as it is. Global rank 0 holds the last stage: loss, logging and progress bar are real
@@ -173,7 +166,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._loss_checked = self._accumulating = False
+        self._loss_checked = False
         self._metrics: StepMetrics | None = None
         self._loss_scale: LossScale | None = None
         self.stats: PipelineStats | None = None
@@ -182,36 +175,6 @@ class PipelineStrategy(PipelineCheckpoints):
         if self.data_parallel_size == 1:
             return {"pipeline": self.world_size}
         return {"data": self.data_parallel_size, "pipeline": max(1, self.world_size // self.data_parallel_size)}
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks hold a copy of the model."""
-        return self.axis_size("pipeline")
-
-    @property
-    def num_stages(self) -> int:
-        """Into how many stages the model is cut: as many as ranks, or a multiple."""
-        return self._full_schedule().num_stages
-
-    @property
-    def row(self) -> int:
-        """The row of the schedule that this rank runs: the last stage's is that of global rank 0, which logs."""
-        return rows_by_rank(self._full_schedule())[self.axis_rank("pipeline")]
-
-    @property
-    def stages_held(self) -> tuple[int, ...]:
-        """The stages of this rank."""
-        return tuple(stage for _, stage in self._full_schedule().stages_of(self.row))
-
-    @property
-    def stage(self) -> int:
-        """The stage of this rank, the first one where it holds several."""
-        return self.stages_held[0]
-
-    @property
-    def at_loss(self) -> bool:
-        """Whether this rank holds the last stage, where steps end."""
-        return self.axis_rank("pipeline") == 0
 
     @property
     def metrics(self) -> StepMetrics:
@@ -324,85 +287,6 @@ class PipelineStrategy(PipelineCheckpoints):
                 _optimizers_to_device(self.optimizers, torch.device("cpu"))
                 self.pipeline.to_device(torch.device("cpu"))
 
-    # -- schedules -----------------------------------------------------------------------------------------------------
-
-    def schedule_for(self, num_microbatches: int, training: bool = True) -> Schedule:
-        """The schedule of a batch of so many micro-batches, forwards only in evaluation.
-
-        Raises:
-            ValueError: a schedule given as an object or a file is for another number of stages.
-        """
-        key = (num_microbatches, training)
-        if key not in self._schedules:
-            schedule = self._make_schedule(num_microbatches)
-            self._schedules[key] = schedule if training else schedule.forward_only()
-        return self._schedules[key]
-
-    def _make_schedule(self, num_microbatches: int) -> Schedule:
-        assert self.schedule != "auto", "chosen at set-up"
-        if isinstance(self.schedule, str):
-            return self._make_by_name(self.schedule, num_microbatches)
-        if self.schedule.num_ranks != self.num_ranks:
-            raise ValueError(
-                f"Schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but this run has"
-                f" {self.num_ranks}. Use Trainer(devices={self.schedule.num_ranks}), or give a schedule by name."
-            )
-        return self.schedule.first(num_microbatches)
-
-    def _make_by_name(self, name: str, num_microbatches: int) -> Schedule:
-        """A batch too small for the schedule's rule is run in the order of a full one."""
-        full = self._default_microbatches()
-        try:
-            return schedules.make(name, self.num_ranks, num_microbatches)
-        except ValueError:
-            if num_microbatches >= full:
-                raise
-        return schedules.make(name, self.num_ranks, full).first(num_microbatches)
-
-    def _choose_schedule(self) -> None:
-        """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
-        assert self.lightning_module is not None
-        wanted = Wanted(
-            self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit, self.skip_connections
-        )
-        pair = self.mesh.mesh.reshape(-1)[: min(2, self.num_ranks)].tolist()
-        with self.blocked("rank 0 to time the model"):
-            choice = choose_together(
-                self.lightning_module,
-                wanted,
-                self.root_device,
-                pair,
-                self.broadcast,
-                self.precision_plugin.train_step_context,
-            )
-        self.schedule = choice.schedule
-        rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and micro-batches)')
-
-    def _refuse_schedule(self, schedule: Schedule) -> None:
-        """Raise for a schedule that cannot be run, or not with the other arguments."""
-        Engine.refuse(schedule)
-        if self.cuda_graphs and self.root_device.type != "cuda":
-            raise ValueError(
-                f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
-                ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
-            )
-        places = len(schedule.placement)
-        if self.skip_connections and places > schedule.num_ranks:
-            replicas = f" ({schedule.num_replicas} replicas)" if schedule.num_replicas > 1 else ""
-            raise ValueError(
-                f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
-                f" {places} stages{replicas} on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
-            )
-
-    def _full_schedule(self) -> Schedule:
-        """The schedule of a full batch."""
-        return self.schedule_for(self._default_microbatches())
-
-    def _default_microbatches(self) -> int:
-        if not isinstance(self.schedule, str):
-            return self.schedule.num_microbatches
-        return self.num_microbatches or 4 * self.num_ranks
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *args: Any) -> Any:
@@ -462,6 +346,12 @@ class PipelineStrategy(PipelineCheckpoints):
         elif self.num_ranks > 1:
             self.pipeline.check_heard("logged", self._logged(), self.metrics.hear())
 
+    def on_train_end(self) -> None:
+        self._check_last_logged()
+        self.pipeline.data.pause(self._trainable())
+        if self.pipeline.num_replicas > 1:
+            self.pipeline.compare_replicas("at the end of training")
+
     on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
@@ -503,68 +393,3 @@ class PipelineStrategy(PipelineCheckpoints):
             self.watch.stage = action.stage
         replica = f" on replica {action.replica}" if self.pipeline.num_replicas > 1 else ""
         return self.watch.report(error, f"the {work} of micro-batch {action.microbatch}{replica}")
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
-    def _will_be_zeroed(self) -> bool:
-        """Whether Lightning zeroes the gradients between this batch's `training_step` and its `backward`."""
-        module = self.lightning_module
-        assert module is not None
-        batch_idx = module.trainer.fit_loop.epoch_loop.batch_idx
-        first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
-        return first_of_window and not is_overridden("optimizer_zero_grad", module)
-
-    def _deliver(self) -> None:
-        """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
-        fresh = self.pipeline.gradients.take()
-        names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
-        self.pipeline.sum_shared(names)
-        with torch._C.DisableTorchFunctionSubclass():
-            for stand_in in self.pipeline.foreign:
-                stand_in.has_gradient = stand_in.requires_grad
-        into: list[Tensor] = []
-        added: list[Tensor] = []
-        for entry, parameter in self.pipeline.own:
-            gradient, before = names[entry.name], parameter.grad
-            if gradient is None:
-                continue
-            if before is None:
-                parameter.grad = gradient
-            else:
-                into.append(before)
-                added.append(gradient)
-        if into:
-            torch._foreach_add_(into, added)
-        if not self._accumulating:
-            self.pipeline.data.average(self._trainable())
-            if self.pipeline.sums is not None and self.pipeline.data.size > 2:  # of two, both sums are the same
-                self.pipeline.sums.equalize(self.pipeline.ranks)
-
-    def on_train_end(self) -> None:
-        self._check_last_logged()
-        self.pipeline.data.pause(self._trainable())
-        if self.pipeline.num_replicas > 1:
-            self.pipeline.compare_replicas("at the end of training")
-
-    def _trainable(self) -> list[Tensor]:
-        return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
-
-    @contextmanager
-    def block_backward_sync(self) -> Any:
-        """Around batches whose gradients accumulate: copies average only what the optimizer is about to use."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages, each parameter counted once."""
-        parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
-        own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
-        counted = [p.grad for entry, p in own if entry.is_counted_on(self.row) and p.grad is not None]
-        norm = total_norm(counted, self.root_device, self.pipeline.all_reduce)
-        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-        gradients = [p.grad for _, p in own if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, scale)

@@ -48,7 +48,7 @@ def test_misspelt_command(capsys):
     assert cli.main(["fti"]) == 2
     assert capsys.readouterr().err == (
         "lightning-parallel: there is no command 'fti'. Did you mean 'fit'? "
-        "Commands: fit, validate, test, predict, consolidate, memory, schedule.\n"
+        "Commands: fit, validate, test, predict, consolidate, schedule, memory.\n"
     )
 
 

@@ -1,0 +1,82 @@
+"""What becomes of the gradients that a pipeline's schedule made: handed over, summed, averaged, clipped.
+
+The one idea: Lightning zeroes gradients between the forward and `backward`, so `backward` is where those that the step
+set aside are added to `p.grad`, once they are whole: summed over the stages that share a parameter, averaged over the
+copies of the model.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.pipeline.parameters import total_norm
+from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
+
+
+class PipelineGradients(PipelineSchedules):
+    """The part of a pipeline strategy that delivers gradients."""
+
+    _accumulating = False
+
+    def _will_be_zeroed(self) -> bool:
+        """Whether Lightning zeroes the gradients between this batch's `training_step` and its `backward`."""
+        module = self.lightning_module
+        assert module is not None
+        batch_idx = module.trainer.fit_loop.epoch_loop.batch_idx
+        first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
+        return first_of_window and not is_overridden("optimizer_zero_grad", module)
+
+    def _deliver(self) -> None:
+        """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
+        fresh = self.pipeline.gradients.take()
+        names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
+        self.pipeline.sum_shared(names)
+        with torch._C.DisableTorchFunctionSubclass():
+            for stand_in in self.pipeline.foreign:
+                stand_in.has_gradient = stand_in.requires_grad
+        into: list[Tensor] = []
+        added: list[Tensor] = []
+        for entry, parameter in self.pipeline.own:
+            gradient, before = names[entry.name], parameter.grad
+            if gradient is None:
+                continue
+            if before is None:
+                parameter.grad = gradient
+            else:
+                into.append(before)
+                added.append(gradient)
+        if into:
+            torch._foreach_add_(into, added)
+        if not self._accumulating:
+            self.pipeline.data.average(self._trainable())
+            if self.pipeline.sums is not None and self.pipeline.data.size > 2:  # of two, both sums are the same
+                self.pipeline.sums.equalize(self.pipeline.ranks)
+
+    def _trainable(self) -> list[Tensor]:
+        return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
+
+    @contextmanager
+    def block_backward_sync(self) -> Any:
+        """Around batches whose gradients accumulate: copies average only what the optimizer is about to use."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all stages, each parameter counted once."""
+        parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
+        own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
+        counted = [p.grad for entry, p in own if entry.is_counted_on(self.row) and p.grad is not None]
+        norm = total_norm(counted, self.root_device, self.pipeline.all_reduce)
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [p.grad for _, p in own if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)

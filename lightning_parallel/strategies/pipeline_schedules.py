@@ -1,0 +1,137 @@
+"""Which schedule a pipeline runs, and which part of it a rank does.
+
+The one idea: what the user gave (a name, "auto", a file or an object) becomes one `Schedule` for every number of
+micro-batches; ranks, rows and stages follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.pipeline import schedules
+from lightning_parallel.pipeline.assembly import rows_by_rank
+from lightning_parallel.pipeline.auto import Wanted, choose_together
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
+
+
+class PipelineSchedules(PipelineCheckpoints):
+    """The part of a pipeline strategy that knows its schedule; the arguments are `PipelineStrategy`'s."""
+
+    schedule: str | Schedule
+    num_microbatches: int | None
+    blocks: str | Sequence[str]
+    memory_limit: float | None
+    skip_connections: bool
+    cuda_graphs: bool
+    _schedules: dict[tuple[int, bool], Schedule]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks hold a copy of the model."""
+        return self.axis_size("pipeline")
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages the model is cut: as many as ranks, or a multiple."""
+        return self._full_schedule().num_stages
+
+    @property
+    def row(self) -> int:
+        """The row of the schedule that this rank runs: the last stage's is that of global rank 0, which logs."""
+        return rows_by_rank(self._full_schedule())[self.axis_rank("pipeline")]
+
+    @property
+    def stages_held(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return tuple(stage for _, stage in self._full_schedule().stages_of(self.row))
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank, the first one where it holds several."""
+        return self.stages_held[0]
+
+    @property
+    def at_loss(self) -> bool:
+        """Whether this rank holds the last stage, where steps end."""
+        return self.axis_rank("pipeline") == 0
+
+    def schedule_for(self, num_microbatches: int, training: bool = True) -> Schedule:
+        """The schedule of a batch of so many micro-batches, forwards only in evaluation.
+
+        Raises:
+            ValueError: a schedule given as an object or a file is for another number of stages.
+        """
+        key = (num_microbatches, training)
+        if key not in self._schedules:
+            schedule = self._make_schedule(num_microbatches)
+            self._schedules[key] = schedule if training else schedule.forward_only()
+        return self._schedules[key]
+
+    def _make_schedule(self, num_microbatches: int) -> Schedule:
+        assert self.schedule != "auto", "chosen at set-up"
+        if isinstance(self.schedule, str):
+            return self._make_by_name(self.schedule, num_microbatches)
+        if self.schedule.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"Schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks, but this run has"
+                f" {self.num_ranks}. Use Trainer(devices={self.schedule.num_ranks}), or give a schedule by name."
+            )
+        return self.schedule.first(num_microbatches)
+
+    def _make_by_name(self, name: str, num_microbatches: int) -> Schedule:
+        """A batch too small for the schedule's rule is run in the order of a full one."""
+        full = self._default_microbatches()
+        try:
+            return schedules.make(name, self.num_ranks, num_microbatches)
+        except ValueError:
+            if num_microbatches >= full:
+                raise
+        return schedules.make(name, self.num_ranks, full).first(num_microbatches)
+
+    def _choose_schedule(self) -> None:
+        """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
+        assert self.lightning_module is not None
+        wanted = Wanted(
+            self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit, self.skip_connections
+        )
+        pair = self.mesh.mesh.reshape(-1)[: min(2, self.num_ranks)].tolist()
+        with self.blocked("rank 0 to time the model"):
+            choice = choose_together(
+                self.lightning_module,
+                wanted,
+                self.root_device,
+                pair,
+                self.broadcast,
+                self.precision_plugin.train_step_context,
+            )
+        self.schedule = choice.schedule
+        rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and micro-batches)')
+
+    def _refuse_schedule(self, schedule: Schedule) -> None:
+        """Raise for a schedule that cannot be run, or not with the other arguments."""
+        Engine.refuse(schedule)
+        if self.cuda_graphs and self.root_device.type != "cuda":
+            raise ValueError(
+                f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
+                ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
+            )
+        places = len(schedule.placement)
+        if self.skip_connections and places > schedule.num_ranks:
+            replicas = f" ({schedule.num_replicas} replicas)" if schedule.num_replicas > 1 else ""
+            raise ValueError(
+                f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
+                f" {places} stages{replicas} on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
+            )
+
+    def _full_schedule(self) -> Schedule:
+        """The schedule of a full batch."""
+        return self.schedule_for(self._default_microbatches())
+
+    def _default_microbatches(self) -> int:
+        if not isinstance(self.schedule, str):
+            return self.schedule.num_microbatches
+        return self.num_microbatches or 4 * self.num_ranks
