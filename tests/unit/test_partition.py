@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut, unit_names
 from lightning_parallel.pipeline.timing import unit_costs
 
@@ -184,3 +185,39 @@ def test_units_are_timed_without_the_whole_model(device: str):
 def test_time_needs_an_example():
     with pytest.raises(ValueError, match=r'partition="time" runs Transformer.forward once on shapes alone and needs'):
         unit_costs(Transformer(), ["emb"], torch.device("cpu"), 'partition="time"')
+
+
+def vgg() -> nn.Module:
+    """Convolutions in a row as in VGG: the early ones work on large pictures, the late ones hold the parameters."""
+    widths, layers, channels = (16, 16, 0, 32, 32, 0, 64, 64, 0, 128, 128), [], 3
+    for width in widths:
+        pool = nn.MaxPool2d(2)
+        layers.append(nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()) if width else pool)
+        channels = width or channels
+    model = nn.Sequential(*layers)
+    model.example_input_array = torch.zeros(2, 3, 64, 64)
+    return model
+
+
+def gpt_of_many_words() -> nn.Module:
+    """A vocabulary of 50,000 over a narrow width: the head is dearer than all blocks."""
+    model = GPT(vocabulary=50_000, context=16, width=32, num_blocks=8, num_heads=2, tie_embeddings=False)
+    model.example_input_array = torch.zeros(2, 16, dtype=torch.int64)
+    return model
+
+
+@pytest.mark.parametrize("make_model", [vgg, gpt_of_many_words])
+def test_measured_time_balances_what_counts_and_parameters_do_not(make_model):
+    model = make_model()
+    costs = unit_costs(model, unit_names(model, 2), torch.device("cpu"), "a test")
+    seconds = {name: cost.forward + cost.backward for name, cost in costs.items()}
+    dearest = {}
+    for partition in ("time", "count", "parameters"):
+        bounds = lay_out(model, 2, partition=partition, seconds=seconds).bounds
+        first = lay_out(model, 2, partition="time", seconds=seconds)
+        sizes = [bounds[1], bounds[2] - bounds[1]]
+        stage_of = {unit.name: unit.stage for unit in lay_out(model, 2, partition=sizes).units}
+        dearest[partition] = max(sum(seconds[n] for n in seconds if stage_of[n] == stage) for stage in (0, 1))
+    assert dearest["time"] == pytest.approx(max(first.shares) * sum(seconds.values()))
+    assert dearest["time"] <= min(dearest["count"], dearest["parameters"])
+    assert dearest["time"] < 0.95 * dearest["parameters"]
