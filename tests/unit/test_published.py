@@ -13,7 +13,10 @@ from lightning_parallel.pipeline.simulator import Costs, peak_activations, simul
 PUBLISHED = Path(__file__).parents[1] / "published"
 T_F, T_I, T_W = 1.0, 0.75, 0.5  # exact in binary, so that sums compare exactly
 MICROBATCHES = range(1, 65)
-EVERY_D = pytest.mark.parametrize("d", range(1, 17))
+QUICK = (1, 2, 3, 4, 8)
+EVERY_D = pytest.mark.parametrize(
+    "d", [pytest.param(d, marks=() if d in QUICK else pytest.mark.slow) for d in range(1, 17)]
+)
 
 
 def table(name):
