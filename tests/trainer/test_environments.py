@@ -52,7 +52,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 trainer = make_trainer(PipelineStrategy(num_microbatches=4), 2)
 trainer.fit(Classifier(), row_loader(), row_loader())
-print(f"rank {trainer.global_rank} holds stage {trainer.strategy.stage} after {trainer.global_step} steps")
+print(f"rank {trainer.global_rank} holds stage {trainer.strategy.pipeline.row} after {trainer.global_step} steps")
 """
 
 

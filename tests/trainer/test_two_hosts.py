@@ -29,7 +29,7 @@ torch.manual_seed(0)
 trainer = make_trainer(PipelineStrategy(num_microbatches=4), 2, num_nodes=2)
 trainer.fit(Fails(), row_loader(), row_loader())
 weights = trainer.strategy.pipeline.own
-print(f"rank {trainer.global_rank} node {trainer.node_rank} stage {trainer.strategy.stage} of 4,"
+print(f"rank {trainer.global_rank} node {trainer.node_rank} stage {trainer.strategy.pipeline.row} of 4,"
       f" loss {float(trainer.callback_metrics['loss']):.6f}")
 """
 
