@@ -304,6 +304,13 @@ class Pipeline:
         used = [entry for entry, count in zip(shared, made.tolist(), strict=True) if count]
         sum_shared_gradients(self.table, used, gradients, self.all_reduce_over)
 
+    def equalize_shared_gradients(self) -> None:
+        """Give all ranks that share a parameter the first one's gradient: averages over copies may round apart."""
+        with self.waiting("the stages that share a parameter"):
+            for entry, parameter in self.own:
+                if len(entry.rows) > 1 and parameter.grad is not None:
+                    dist.broadcast(parameter.grad, self.ranks[entry.rows[0]], group=self._groups[entry.rows])
+
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""
         if self.num_ranks == 1:

@@ -108,6 +108,23 @@ def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
     assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), on_copies(case, 2, 2))
 
 
+class Tied(Averaged):
+    """A layer of the first stage and one of the last share their weight, among others of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(8))
+        self.net[12].weight = self.net[0].weight
+
+
+def test_a_weight_that_two_stages_share_stays_one_over_three_copies():
+    """Three summands round by their order, and the stages' buckets differ: the shared gradient is made equal again."""
+    case = Case(Tied, lambda: loader(4, copies=3), trainer={"max_epochs": 2})
+    records = on_copies(case, 3, 2)
+    assert_all_rows(case, one_process(case.but(loader=lambda: loader(12))), records)
+    held = [record.own["net.0.weight"] for record in records]
+    assert len(held) == 6 and all(torch.equal(weight, held[0]) for weight in held)
+
+
 def test_four_copies_of_one_stage():
     case = Case(Averaged, lambda: loader(2, copies=4), {"num_microbatches": 2}, {"max_epochs": 1})
     assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), on_copies(case, 4, 1))
