@@ -185,8 +185,7 @@ STRATEGIES = (
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True),
     Entry("zero_2", 2, **ZERO, core=True),
     Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
-    Entry("pipeline_chimera", 2, **BOTH_WAYS, core=True),
-    # What follows is slow; `make test` trains with each string in tests/trainer/test_many_stages.py.
+    # What follows is slow; `make test` trains with each in test_many_stages.py, test_two_ways.py, test_zero.py.
     Entry("pipeline_naive", 2, **PIPELINE, core=True, slow=True),
     Entry("zero_1", 2, **ZERO, core=True, slow=True),
     Entry("zero_2", 2, **ZERO, slow=True, label=", all scenarios"),
