@@ -253,6 +253,8 @@ def test_a_busy_process_that_holds_pythons_lock_is_not_lost():
             _hold_the_lock(2.5 * QUICK.stale_s)
         dist.barrier()
         watch.stop()
+        last_word = torch.zeros(1)  # rank 1 stays until rank 0 is out of the barrier
+        dist.send(last_word, 1) if rank == 0 else dist.recv(last_word, 0)
         return watch.failure is None
 
     assert run_ranks(step, 2, free_port(), group=False) == [True, True]
