@@ -25,7 +25,7 @@ from lightning_parallel.demo import GPT
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.registry import STRINGS
 
-ONE_WAY = [name for name in SCHEDULES if f"pipeline_{name}" in STRINGS]
+RUN = [name for name in SCHEDULES if f"pipeline_{name}" in STRINGS]
 
 
 class Pause(torch.autograd.Function):
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--block-ms", type=float, default=10.0)
-    parser.add_argument("--schedules", nargs="+", default=ONE_WAY)
+    parser.add_argument("--schedules", nargs="+", default=RUN)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

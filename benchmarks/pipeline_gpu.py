@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,8 +85,8 @@ def trainer(devices: int, steps: int, precision: str, strategy: object, callback
     )
 
 
-def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, world: int) -> None:
-    hparams = {
+def hparams_of(length: int, args: argparse.Namespace) -> dict:
+    return {
         "vocabulary": args.vocabulary,
         "context": length,
         "width": args.width,
@@ -94,73 +95,91 @@ def compare(schedule: str, rows: int, length: int, args: argparse.Namespace, wor
         "tie_embeddings": False,
         "explicit_mask": False,
     }
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, args.vocabulary, (rows * args.microbatches, length), generator=generator)
-    batch = tokens.cuda()
-    peak, peer_peak = Peak(), 0
-    other = args.peer or (schedule if schedule in PEERS else "1f1b")
 
-    def make_peer(module: LightningModule) -> Callable[[], None]:
-        nonlocal peer_peak
-        step = torch_peer(lambda: make_model(hparams), other, batch, args.microbatches)
+
+class Comparison:
+    """One of our schedules against one of torch's, at one size of micro-batch."""
+
+    def __init__(self, schedule: str, rows: int, length: int, args: argparse.Namespace) -> None:
+        self.schedule, self.rows, self.length, self.args = schedule, rows, length, args
+        self.other = args.peer or (schedule if schedule in PEERS else "1f1b")
+        self.hparams = hparams_of(length, args)
+        generator = torch.Generator().manual_seed(0)
+        shape = (rows * args.microbatches, length)
+        self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator)
+        self.batch = self.tokens.cuda()
+        self.peak, self.peer_peak = Peak(), 0
+
+    def model(self) -> GPT:
+        return make_model(self.hparams)
+
+    def make_peer(self, module: LightningModule) -> Callable[[], None]:
+        """The peer's step, once its peak memory was measured."""
+        step = torch_peer(self.model, self.other, self.batch, self.args.microbatches)
         step()
         synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         step()
         synchronize()
-        peer_peak = torch.cuda.max_memory_allocated() - base
+        self.peer_peak = torch.cuda.max_memory_allocated() - base
         return step
 
-    block = max(1, args.block if rows * length > 2048 else 3 * args.block)
-    pairs = Interleave(
-        make_peer, block=block, pairs=args.pairs, fence=lambda: dist.barrier(device_ids=[torch.cuda.current_device()])
-    )
-    loader = repeat({"input_ids": tokens}, pairs.steps)
-    strategy = PipelineStrategy(
-        schedule=schedule,
-        num_microbatches=args.microbatches,
-        partition=[int(n) for n in args.partition.split(",")] if "," in args.partition else args.partition,
-        check_loss=False,
-        receive_ahead=args.receive_ahead,
-        cuda_graphs=args.cuda_graphs,
-    )
-    model = make_model(hparams, BenchGPT)
-    limits: list[tuple[float, float]] = []
-    peaks: list[float] = []
-
-    class Limit(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            limits.append(limit_ms(lambda: make_model(hparams), batch, args.microbatches))
-            graphs = strategy.pipeline.cut.graphs
-            bytes_ = torch.tensor([float(peak.bytes + (graphs.bytes if graphs else 0)), float(peer_peak)])
-            dist.all_reduce(bytes_, dist.ReduceOp.MAX)
-            peaks.extend(bytes_.tolist())
-
-    exporter = (
-        [TimelineExporter(Path(args.trace) / f"{schedule}_{rows}x{length}", every_n_steps=pairs.steps - 2)]
-        if args.trace
-        else []
-    )
-    monitor = BubbleMonitor(every_n_steps=5 * pairs.block)
-    callbacks = [peak, pairs, Limit(), monitor, *exporter]
-    trainer(world, pairs.steps, "bf16-true", strategy, callbacks).fit(model, loader)
-    if int(os.environ["RANK"]) == 0:
-        (compute, optimizer), m = limits[0], args.microbatches
-        bound = compute * (world - 1 + m) / m + optimizer
-        title = f"{schedule} against torch's {other}, {m} x ({rows} x {length} tokens), {world} GPUs"
-        title = f"{schedule}{' with CUDA graphs' if args.cuda_graphs else ''}{title.removeprefix(schedule)}"
-        ours = 1e3 * statistics.median(pairs.result.ours)
-        print(pairs.result.report(title, args.bar))
-        print(
-            f"    limit: compute {compute:.1f} + optimizer {optimizer:.1f} ms, ours : limit"
-            f" {ours / (compute + optimizer):.3f}; 1F1B's bound {bound:.1f} ms;"
-            f" peak above start, dearest rank: ours {peaks[0] / 2**30:.2f} GiB, peer {peaks[1] / 2**30:.2f} GiB;"
-            f" {monitor.summary()}",
-            flush=True,
+    def strategy(self) -> PipelineStrategy:
+        partition = self.args.partition
+        return PipelineStrategy(
+            schedule=self.schedule,
+            num_microbatches=self.args.microbatches,
+            partition=[int(n) for n in partition.split(",")] if "," in partition else partition,
+            check_loss=False,
+            receive_ahead=self.args.receive_ahead,
+            cuda_graphs=self.args.cuda_graphs,
         )
-    del model, pairs
-    torch.cuda.empty_cache()
+
+    def run(self, world: int) -> None:
+        """Measure, and print two lines."""
+        block = max(1, self.args.block if self.rows * self.length > 2048 else 3 * self.args.block)
+        fence = partial(dist.barrier, device_ids=[torch.cuda.current_device()])
+        pairs = Interleave(self.make_peer, block=block, pairs=self.args.pairs, fence=fence)
+        limit, monitor = Limit(self), BubbleMonitor(every_n_steps=5 * block)
+        callbacks: list[Callback] = [self.peak, pairs, limit, monitor]
+        if self.args.trace:
+            folder = Path(self.args.trace) / f"{self.schedule}_{self.rows}x{self.length}"
+            callbacks.append(TimelineExporter(folder, every_n_steps=pairs.steps - 2))
+        loader = repeat({"input_ids": self.tokens}, pairs.steps)
+        run = trainer(world, pairs.steps, "bf16-true", self.strategy(), callbacks)
+        run.fit(make_model(self.hparams, BenchGPT), loader)
+        if int(os.environ["RANK"]) == 0:
+            print(pairs.result.report(self.title(world), self.args.bar))
+            print(f"    {limit.report(pairs, world)}; {monitor.summary()}", flush=True)
+
+    def title(self, world: int) -> str:
+        ours = f"{self.schedule}{' with CUDA graphs' if self.args.cuda_graphs else ''}"
+        shape = f"{self.args.microbatches} x ({self.rows} x {self.length} tokens)"
+        return f"{ours} against torch's {self.other}, {shape}, {world} GPUs"
+
+
+class Limit(Callback):
+    """What computing costs with nobody to wait for, and both sides' peak memory, measured when the training ends."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        of, graphs = self.comparison, trainer.strategy.pipeline.cut.graphs
+        self.compute, self.optimizer = limit_ms(of.model, of.batch, of.args.microbatches)
+        peaks = torch.tensor([float(of.peak.bytes + (graphs.bytes if graphs else 0)), float(of.peer_peak)])
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        self.ours, self.peer = peaks.tolist()
+
+    def report(self, pairs: Interleave, world: int) -> str:
+        m, limit = self.comparison.args.microbatches, self.compute + self.optimizer
+        bound = self.compute * (world - 1 + m) / m + self.optimizer
+        return (
+            f"limit: compute {self.compute:.1f} + optimizer {self.optimizer:.1f} ms, ours : limit"
+            f" {1e3 * statistics.median(pairs.result.ours) / limit:.3f}; 1F1B's bound {bound:.1f} ms; peak above start,"
+            f" dearest rank: ours {self.ours / 2**30:.2f} GiB, peer {self.peer / 2**30:.2f} GiB"
+        )
 
 
 def bind_to_cores() -> None:
@@ -239,7 +258,8 @@ def main() -> None:
     for shape in args.tokens:
         rows, length = map(int, shape.split("x"))
         for schedule in args.schedules:
-            compare(schedule, rows, length, args, world)
+            Comparison(schedule, rows, length, args).run(world)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

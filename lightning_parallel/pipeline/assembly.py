@@ -30,7 +30,7 @@ from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
-from lightning_parallel.pipeline.replicas import GradientSums
+from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_costs
@@ -305,11 +305,9 @@ class Pipeline:
         sum_shared_gradients(self.table, used, gradients, self.all_reduce_over)
 
     def equalize_shared_gradients(self) -> None:
-        """Give all ranks that share a parameter the first one's gradient: averages over copies may round apart."""
-        with self.waiting("the stages that share a parameter"):
-            for entry, parameter in self.own:
-                if len(entry.rows) > 1 and parameter.grad is not None:
-                    dist.broadcast(parameter.grad, self.ranks[entry.rows[0]], group=self._groups[entry.rows])
+        """Give all ranks that share a parameter the first one's gradient."""
+        with self.waiting("the stages that share a parameter, to have one gradient"):
+            equalize_gradients(self.table, self.ranks, self._groups)
 
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""

@@ -82,11 +82,13 @@ def choose_together(
             cause = error
         if len(pair) > 1:
             hop = _hop(pair[1], nbytes, device)
-        try:
-            told = choose_for(model, wanted, total, hop) if cause is None else None
-        except ValueError as error:
-            cause = error
-        told = told if cause is None else f"{_WHY} could not time {type(model).__name__}: {cause}"
+        if cause is not None:
+            told = f"{_WHY} could not time {type(model).__name__}: {cause}"
+        else:
+            try:
+                told = choose_for(model, wanted, total, hop)
+            except ValueError as error:
+                cause, told = error, f"{_WHY} found no schedule: {error}"
     elif len(pair) > 1 and rank == pair[1]:
         _answer(pair[0], device)
     told = broadcast(told)

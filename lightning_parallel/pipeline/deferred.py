@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.graphs import SharedGraphs
-from lightning_parallel.pipeline.weight_grad import Plan, backward_inputs, plan
+from lightning_parallel.pipeline.weight_grad import Plan, backward_inputs, hook_on_saved_tensors, plan
 
 
 class Deferred:
@@ -28,7 +27,7 @@ class Deferred:
         self._graphs, self._roots, self._slots = graphs, roots, list[Any]()
         self._plan: Plan | None = plan(roots)
         self._noted: list[Any] = []  # what hooks on saved tensors made of what waits
-        self._pack = _hook_on_saved_tensors()
+        self._pack = hook_on_saved_tensors()
         if self._pack is not None:
             for product in self._plan.products:
                 product.factor = self._note_factor(product.factor)
@@ -62,9 +61,3 @@ class Deferred:
             return tensor
 
         return read
-
-
-def _hook_on_saved_tensors() -> Callable[[Tensor], Any] | None:
-    """What is called with every tensor that autograd saves, if there is such a hook."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]

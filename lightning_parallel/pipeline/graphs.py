@@ -6,21 +6,24 @@ slot, replays one graph and hands out what it left; a whole backward replays two
 memory that stays, within the kernels that make them where these can. Random numbers are drawn from the module's own
 stream at every replay, as they are without graphs.
 
-Left out: what is Python in a block (hooks, side effects, choices by values) happens at capture only. Blocks with hooks
-on modules, parameters or saved tensors run as they are; so do calls without gradients, and the whole of the first step.
+Left out: what is Python in a block (side effects, choices by values) happens at capture only. Calls that nobody will
+back up run as they are, so do blocks with hooks on modules, parameters or saved tensors, and the whole of the first
+step. A block that leaves tensors behind as attributes is refused: they would be those of another micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_parallel.pipeline.weight_grad import backward_inputs
+from lightning_parallel.pipeline.leftovers import left_behind, tensor_attributes
+from lightning_parallel.pipeline.weight_grad import backward_inputs, hook_on_saved_tensors
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # what makes outputs require a gradient where no argument does
 _CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -39,7 +42,7 @@ class BlockGraphs:
 
     def __init__(self, name: str, module: nn.Module, shared: SharedGraphs, sends_gradients: bool) -> None:
         self.name, self.module, self.shared, self.sends_gradients = name, module, shared, sends_gradients
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.parameters = list(module.parameters())
         self._hooks = [hooks for part in module.modules() for hooks in _hooks_of(part)]
         self._free: dict[Hashable, list[_Slot]] = {}
 
@@ -49,23 +52,31 @@ class BlockGraphs:
             return work(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        if not _CONSTANTS.issuperset(map(type, constants)):
+        key = self._key(leaves)
+        if key is None or not any(x.requires_grad for x in (*tensors, *self.parameters)):
             return work(*args, **kwargs)
-        key = (self.shared.mode, spec, *constants)
-        free = self._free.setdefault(key, [])
+        free = self._free.setdefault((self.shared.mode, spec, key), [])
         slot = free.pop() if free else self._capture(work, leaves, spec, free)
         slot.refuse_other(tensors)
+        self.shared.lent[slot] = None
         return slot.packed(_Replay.apply(_ANCHOR, slot, *tensors))
+
+    @staticmethod
+    def _key(leaves: Sequence[Any]) -> Hashable | None:
+        """What tells calls apart that are not replays of one another; None where arguments do not tell."""
+        constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if not _CONSTANTS.issuperset(map(type, constants)):
+            return None
+        return tuple(leaf.requires_grad if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
 
     def _is_watched(self) -> bool:
         """Whether somebody's hooks would not be called in a replay."""
-        if any(self._hooks) or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if any(self._hooks) or hook_on_saved_tensors() is not None:
             return True
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
 
     def _capture(self, work: Work, leaves: Sequence[Any], spec: TreeSpec, free: list[_Slot]) -> _Slot:
-        before = torch.cuda.memory_allocated(self.shared.device)
+        before, attributes = torch.cuda.memory_allocated(self.shared.device), tensor_attributes(self.module)
         try:
             slot = _Slot(self, work, leaves, spec, free)
         except Exception as error:
@@ -74,6 +85,12 @@ class BlockGraphs:
                 " values on the host or make tensors there. Use PipelineStrategy(cuda_graphs=False)."
             ) from error
         self.shared.bytes += torch.cuda.memory_allocated(self.shared.device) - before
+        for inside, attribute in left_behind(self.module, attributes):
+            where = f"{self.name}.{inside}" if inside else self.name
+            raise ValueError(
+                f"Block `{self.name}` sets `{where}.{attribute}` in its forward, which with CUDA graphs would be"
+                " that of another micro-batch. Return it, or use PipelineStrategy(cuda_graphs=False)."
+            )
         return slot
 
 
@@ -84,19 +101,32 @@ class SharedGraphs:
         is_on: whether blocks are replayed (not in the first training step, which libraries use to choose kernels).
         mode: what decides the shapes in the micro-batch that runs.
         left: slots whose weight gradients wait, while an I runs.
+        lent: slots whose backward is still to come, in order.
         bytes: what all graphs hold: activations of the micro-batches under way, and the gradients' memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_on, self.mode, self.bytes = device, False, 0, 0
         self.left: list[_Slot] | None = None
-        self.stream = torch.cuda.Stream(device)
+        self.lent: dict[_Slot, None] = {}
         self._accumulators: dict[nn.Parameter, Tensor] = {}
         self._modes: dict[Hashable, int] = {}
 
     def enter(self, signature: Hashable) -> None:
         """A micro-batch of that signature runs."""
         self.mode = self._modes.setdefault(signature, len(self._modes))
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """What captures run on."""
+        return torch.cuda.Stream(self.device)
+
+    def end(self, training: bool) -> None:
+        """A step is over: what no backward reached is free again; after the first training step blocks replay."""
+        for slot in self.lent:
+            slot.release()
+        self.lent.clear()
+        self.is_on |= training
 
     @contextmanager
     def leaving_weights(self) -> Iterator[list[_Slot]]:
@@ -151,7 +181,7 @@ class _Slot:
         self.outputs = [x.detach() for x in tensors]
 
     def _capture_backward(self) -> None:
-        parameters, shared = self.block.parameters, self.block.shared
+        parameters, shared = [p for p in self.block.parameters if p.requires_grad], self.block.shared
         before = [p.grad for p in parameters]
         for p in parameters:
             p.grad = shared.accumulator(p)
@@ -236,6 +266,12 @@ class _Slot:
     def weights(self) -> None:
         """The gradients of the weights; then the slot is free."""
         self._weights_backward.replay()
+        if self in self.block.shared.lent:
+            del self.block.shared.lent[self]
+            self.release()
+
+    def release(self) -> None:
+        """Nobody needs what is in the slot."""
         self._free.append(self)
 
 

@@ -123,24 +123,6 @@ class GradientSums:
                 gradients[entry.name] = total if count else None
         self._under_way.clear()
 
-    def equalize(self, ranks: Sequence[int]) -> None:
-        """Give every row the first one's `grad` of what they share: where averages over copies of the model were taken
-        in groups of their own, which may add up in another order.
-
-        Args:
-            ranks: the global rank of each row.
-        """
-        with self._waiting("the ranks that hold the same stage, to have one gradient"):
-            for share in self._shares:
-                if self._table.row in share.rows:
-                    parameters = [self._table.model.get_parameter(entry.name) for entry in share.entries]
-                    group = self._groups[tuple(sorted(share.rows))]
-                    for bucket in buckets([p.grad for p in parameters if p.grad is not None]):
-                        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                        dist.broadcast(flat, ranks[share.rows[0]], group=group)
-                        for gradient, value in zip(bucket, views(flat, bucket), strict=True):
-                            gradient.copy_(value)
-
     def _refuse_late(self, under_way: _Sum, gradients: Mapping[str, Tensor | None]) -> None:
         for entry, before, version in under_way.given:
             now = gradients.get(entry.name)
@@ -150,6 +132,25 @@ class GradientSums:
                     " the step uses it outside its module. Compute such a term from a module's own forward, or use the"
                     " optimizer's weight_decay, or a schedule of one direction."
                 )
+
+
+def equalize_gradients(table: ParameterTable, ranks: Sequence[int], groups: Mapping[tuple[int, ...], Any]) -> None:
+    """Give every rank the first holder's `grad` of what several hold: means over copies of the model may round apart,
+    where they were taken in groups and buckets of a rank's own.
+
+    Args:
+        table: the parameters.
+        ranks: the global rank of each row.
+        groups: see `GradientSums`.
+    """
+    for share in shares_of(table):
+        if table.row in share.rows:
+            gradients = [table.model.get_parameter(entry.name).grad for entry in share.entries]
+            for bucket in buckets([gradient for gradient in gradients if gradient is not None]):
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                dist.broadcast(flat, ranks[share.rows[0]], group=groups[tuple(sorted(share.rows))])
+                for gradient, value in zip(bucket, views(flat, bucket), strict=True):
+                    gradient.copy_(value)
 
 
 def shares_of(table: ParameterTable) -> list[Share]:

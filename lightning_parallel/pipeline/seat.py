@@ -87,8 +87,8 @@ class Seat:
     def forget(self, training: bool) -> None:
         """The step is over."""
         self._held.clear()
-        if self.cut.graphs is not None and training:
-            self.cut.graphs.is_on = True
+        if self.cut.graphs is not None:
+            self.cut.graphs.end(training)
 
     def settle(self) -> None:
         """Before a step: hear the answers of the step before, let go of what was sent."""
@@ -198,15 +198,12 @@ class Seat:
         held = self._held.pop(action.microbatch)
         if held.departure is not None and self.departure is not None:
             self.departure.await_answer(held.departure)
-        split, graphs = action.kind == "I", self.cut.graphs
-        deferred = (
-            Deferred(held.roots(), graphs) if split and not held.again else None
-        )  # before what is needed is there
+        deferred = None if held.again else self._prepare(action, held)  # while the gradients are on their way
         gradients = self._gradients(action, held, work)
         ready()
         if held.again:
             self._run_again(held, work)
-            deferred = Deferred(held.roots(), graphs) if split else None
+            deferred = self._prepare(action, held)
         if gradients:
             with held.run.replay():
                 if deferred is None:
@@ -216,6 +213,9 @@ class Seat:
                     self._waiting[action.microbatch] = deferred
         if self.arrival is not None and held.arrival is not None and held.inbox is not None:
             self.arrival.send_gradients(held.inbox, held.arrival)
+
+    def _prepare(self, action: Action, held: _Held) -> Deferred | None:
+        return Deferred(held.roots(), self.cut.graphs) if action.kind == "I" else None
 
     def weights(self, action: Action) -> None:
         """W: the products of weights that an I left waiting."""
@@ -239,7 +239,6 @@ class Seat:
             assert held.loss is not None
             return [work.scales[action.microbatch].to(held.loss.dtype).reshape(held.loss.shape)]
         assert self.departure is not None
-        self.departure.await_answer(held.departure)
         receipt = self._posted.pop(action, None)
         if receipt is None:
             receipt = self.departure.post_gradients(held.departure, self._waits_for(action, self.stage + 1))

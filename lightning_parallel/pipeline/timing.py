@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_parallel.pipeline.weight_grad import backward_inputs
+from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs
 
 _WARM_UPS, _REPEATS = 2, 5
 
@@ -110,7 +110,14 @@ def shadow_of(model: nn.Module, why: str) -> tuple[nn.Module, Call]:
         )
     inputs = tree_map_only(Tensor, lambda t: t.to("meta"), example)
     call = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
-    return copy.deepcopy(model).to("meta"), call
+    in_memory = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(x): _on_meta(x) for x in in_memory}), call
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    """The same without memory; a copy of the model takes it in place of the original."""
+    meta = x.detach().to("meta")
+    return nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
 
 
 def _kind(module: nn.Module, call: Call) -> Hashable:
@@ -142,11 +149,12 @@ def _once(unit: nn.Module, forward: Callable[[], Sequence[Tensor]], device: torc
     timer = _Timer(device)
     roots = forward()
     timer.lap()
-    torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+    if roots:  # a frozen unit whose input asks for no gradient has nothing to back up
+        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
     timer.lap()
     roots = forward()
     timer.lap()
-    weights = backward_inputs(roots, [torch.ones_like(x) for x in roots])
+    weights = _inputs_backward(roots)
     timer.lap()
     weights.run(fused=True)
     timer.lap()
@@ -166,11 +174,13 @@ def _bytes_kept(unit: nn.Module, forward: Callable[[], Sequence[Tensor]]) -> tup
 
     with saved_tensors_hooks(note, lambda x: x):
         roots = forward()
-    total, needed = sum(saved.values()), saved
-    weights = backward_inputs(roots, [torch.ones_like(x) for x in roots])
-    factors = {x.untyped_storage().data_ptr() for x in weights.tensors()}
+    factors = {x.untyped_storage().data_ptr() for x in _inputs_backward(roots).tensors()}
     unit.zero_grad(set_to_none=True)
-    return float(total), float(sum(size for key, size in needed.items() if key in factors))
+    return float(sum(saved.values())), float(sum(size for key, size in saved.items() if key in factors))
+
+
+def _inputs_backward(roots: Sequence[Tensor]) -> WeightGradients:
+    return backward_inputs(roots, [torch.ones_like(x) for x in roots]) if roots else WeightGradients()
 
 
 class _Timer:

@@ -10,11 +10,11 @@ from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.schedule import Schedule
 
 
-def refuse_arguments(**arguments: tuple[Any, bool, str]) -> None:
+def refuse_arguments(strategy: object, **arguments: tuple[Any, bool, str]) -> None:
     """Raise for the first argument that is not right: {name: (what is, whether it is right, what was needed)}."""
     for name, (value, right, needed) in arguments.items():
         if not right:
-            raise ValueError(f"PipelineStrategy({name}={value!r}): {name} is {needed}.")
+            raise ValueError(f"{type(strategy).__name__}({name}={value!r}): {name} is {needed}.")
 
 
 def is_count(value: Any, least: int) -> bool:

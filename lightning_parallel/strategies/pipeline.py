@@ -124,6 +124,7 @@ class PipelineStrategy(PipelineGradients):
     ) -> None:
         super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
         refuse_arguments(
+            self,
             schedule=(schedule, isinstance(schedule, (str, Path, Schedule)), "a name, a path or a Schedule"),
             num_microbatches=(
                 num_microbatches,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import (
@@ -20,29 +19,22 @@ from lightning_parallel.checkpoint.full import (
     load_full_state_dict,
     own_state_dict,
 )
-from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
+from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.trainer.holders import catch_up, tell_whole_groups
 
 
-class PipelineCheckpoints(MeshStrategy):
+class PipelineCheckpoints(FileOrFolder):
     """The part of a pipeline strategy that saves and loads.
 
     Args:
-        state_dict_type: "full" or "sharded".
-        **kwargs: see `MeshStrategy`.
-
-    Raises:
-        ValueError: `state_dict_type` is another word.
+        *args, **kwargs: see `FileOrFolder`.
     """
 
-    def __init__(self, state_dict_type: Literal["full", "sharded"] = "full", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f'PipelineStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
-        self.state_dict_type = state_dict_type
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._pipeline: Pipeline | None = None
         self._pruned: dict[int, PrunedOptimizer] = {}
 
@@ -70,8 +62,7 @@ class PipelineCheckpoints(MeshStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        pruned = self._pruned[id(inner)]
+        pruned = self._pruned[id(unwrapped(optimizer))]
         if self.state_dict_type == "sharded":
             own = pruned.own_state()
             return own if self.pipeline.copy == 0 else {**own, "state": {}}
@@ -84,17 +75,7 @@ class PipelineCheckpoints(MeshStrategy):
         assert self.lightning_module is not None
         groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
         tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
-        if self.state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if "://" in str(filepath):
-            raise ValueError(
-                f'{filepath} is remote, but state_dict_type="sharded" writes a folder that all hosts see. Give a path'
-                ' of a shared file system, or use state_dict_type="full".'
-            )
-        self.raise_failure()
-        with self.connected():
-            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._pipeline is not None and is_sharded(Path(checkpoint_path)):

@@ -55,15 +55,8 @@ class PipelineGradients(PipelineSchedules):
             torch._foreach_add_(into, added)
         if not self._accumulating:
             self.pipeline.data.average(self._trainable())
-            if self.pipeline.data.size > 2:  # of two, both sums are the same
-                self._equalize()
-
-    def _equalize(self) -> None:
-        """Ranks that hold one parameter averaged it in buckets of their own, which may have rounded apart."""
-        if self.pipeline.sums is not None:
-            self.pipeline.sums.equalize(self.pipeline.ranks)
-        else:
-            self.pipeline.equalize_shared_gradients()
+            if self.pipeline.data.size > 2:  # two summands give one sum, in whatever bucket
+                self.pipeline.equalize_shared_gradients()
 
     def _trainable(self) -> list[Tensor]:
         return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.failure.watch import Patience
-from lightning_parallel.strategies.arguments import all_are, is_count
+from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 Engine = Literal["native", "fsdp2"]
+_ENGINES: dict[int, tuple[Engine, ...]] = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -93,18 +94,24 @@ class ZeROStrategy(ZeROCheckpoints):
         **kwargs: Any,
     ) -> None:
         super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        _refuse(stage=(stage, stage in (1, 2, 3), "1, 2 or 3"))
-        engine = engine or ("fsdp2" if stage == 3 else "native")
-        engines = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}[stage]
+        refuse_arguments(self, stage=(stage, stage in _ENGINES, "1, 2 or 3"))
+        engines = _ENGINES[stage]
+        engine = engine or engines[0]
         words = " or ".join(f'"{name}"' for name in engines)
-        _refuse(engine=(engine, engine in engines, f"{words} for stage {stage}"))
-        _refuse(blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'))
-        _refuse(bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"))
-        right = shard_size is None or (is_count(shard_size, 1) and engine == "native")
-        _refuse(shard_size=(shard_size, right, 'a number of ranks, 1 or more, with engine="native"'))
-        self.shard_size = shard_size
         switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
-        _refuse(**{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()})
+        refuse_arguments(
+            self,
+            engine=(engine, engine in engines, f"{words} for stage {stage}"),
+            blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
+            bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
+            shard_size=(
+                shard_size,
+                shard_size is None or (is_count(shard_size, 1) and engine == "native"),
+                'a number of ranks, 1 or more, with engine="native"',
+            ),
+            **{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()},
+        )
+        self.shard_size = shard_size
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
@@ -269,10 +276,3 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
-
-
-def _refuse(**arguments: tuple[Any, bool, str]) -> None:
-    """Raise for an argument that is not right: {name: (what is, whether it is right, what was needed)}."""
-    for name, (value, right, needed) in arguments.items():
-        if not right:
-            raise ValueError(f"ZeROStrategy({name}={value!r}): {name} is {needed}.")

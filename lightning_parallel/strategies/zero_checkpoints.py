@@ -8,38 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded, save_sharded
-from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
+from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.zero.full_shards import ShardedEngine
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.state import whole_on_owners
 
 
-class ZeROCheckpoints(MeshStrategy):
+class ZeROCheckpoints(FileOrFolder):
     """The part of `ZeROStrategy` that saves and loads.
 
     Args:
-        state_dict_type: "full" or "sharded".
-        **kwargs: see `MeshStrategy`.
-
-    Raises:
-        ValueError: `state_dict_type` is another word.
+        *args, **kwargs: see `FileOrFolder`.
     """
 
-    def __init__(self, state_dict_type: Literal["full", "sharded"] = "full", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f'ZeROStrategy(state_dict_type={state_dict_type!r}): it is "full" or "sharded".')
-        self.state_dict_type = state_dict_type
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._engine: NativeEngine | ShardedEngine | None = None
         self._masters: Mapping[str, Tensor] = {}  # 32-bit copies of a checkpoint, until there is an engine
 
@@ -72,7 +64,7 @@ class ZeROCheckpoints(MeshStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere; all ranks call it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = unwrapped(optimizer)
         if self.state_dict_type == "sharded":
             pieces, groups = self.engine.optimizer_pieces(inner)
             numbers = [number for group in groups for number in group["params"]]
@@ -80,23 +72,11 @@ class ZeROCheckpoints(MeshStrategy):
         return self.engine.optimizer_state(inner, self._gather)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self.state_dict_type == "sharded":
-            self._save_sharded(checkpoint, filepath)
-            return
-        if "optimizer_states" in checkpoint and self._engine is not None:
+        full = self.state_dict_type == "full"
+        if full and "optimizer_states" in checkpoint and self._engine is not None:
             checkpoint.update(self.engine.extra_state(self._gather))
         with self.connected():  # after the run nothing else keeps the other ranks from reading it too soon
             super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
-        assert self.lightning_module is not None
-        if "://" in str(filepath):
-            raise ValueError(
-                f'{filepath} is remote, but state_dict_type="sharded" writes a folder that all hosts see. Give a path'
-                ' of a shared file system, or use state_dict_type="full".'
-            )
-        with self.connected():
-            save_sharded(checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier)
 
     def _deal_out(self, pieces: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
         """What this rank is to save of all ranks' pieces."""

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.partition import lay_out
 from lightning_parallel.pipeline.replica_check import compare
-from lightning_parallel.pipeline.replicas import GradientSums, plan, shares_of
+from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients, plan, shares_of
 from lightning_parallel.pipeline.schedules import make
 from tests.harness import run_ranks
 
@@ -78,6 +78,28 @@ def test_a_gradient_that_grows_after_its_sum_has_begun_is_refused():
         return str(told.value)
 
     assert run_ranks(run, 2)[0].startswith("Parameter `0.weight` of stage 0 got a gradient")
+
+
+@pytest.mark.parametrize("name", ["gems", "1f1b"])
+def test_gradients_that_rounded_apart_are_made_one_again(name: str):
+    """With replicas every layer is shared; with one direction a tied weight is, and others are left alone."""
+
+    def run(rank: int) -> Any:
+        schedule, table = table_of(name, 2, 2, rank)
+        if name == "1f1b":
+            table.model[1].weight = table.model[0].weight
+            held = [[schedule.placement[0, stage]] for stage in (0, 1)]
+            table = ParameterTable(table.model, table.layout, held, rank)
+        for parameter in table.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+        groups = {(0, 1): dist.new_group([0, 1])}
+        equalize_gradients(table, [0, 1], groups)
+        return {entry.name: parameter.grad[0] for entry, parameter in table.own()}
+
+    first, second = run_ranks(run, 2)
+    assert torch.equal(first["0.weight"], torch.ones(2)) and torch.equal(second["0.weight"], torch.ones(2))
+    assert second["1.bias"] == 2.0  # row 1 holds stage 1 first, or alone
+    assert first.get("1.bias") == (2.0 if name == "gems" else None)
 
 
 def test_replicas_that_part_are_named():

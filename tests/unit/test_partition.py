@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut, unit_names
-from lightning_parallel.pipeline.timing import unit_costs
+from lightning_parallel.pipeline.timing import shadow_of, unit_costs
 
 
 class Transformer(nn.Module):
@@ -180,6 +180,22 @@ def test_units_are_timed_without_the_whole_model(device: str):
     # Of 64 rows: the input of each linear layer (of the second it is ReLU's output). W needs both.
     assert (costs["blocks.2"].saved, costs["blocks.2"].waiting) == (2 * 64 * 1024 * 4, 2 * 64 * 1024 * 4)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_frozen_embedding_is_timed_too():
+    """It has nothing to back up, and keeps nothing."""
+    model = gpt_of_many_words()
+    model.embedding.requires_grad_(False)
+    cost = unit_costs(model, ["embedding"], torch.device("cpu"), "a test")["embedding"]
+    assert cost.forward > 0 and (cost.saved, cost.waiting) == (0.0, 0.0)
+
+
+def test_the_model_on_shapes_takes_no_memory_and_keeps_its_ties():
+    model = GPT(vocabulary=7, context=4, width=8, num_blocks=2, num_heads=2, tie_embeddings=True)
+    model.example_input_array = torch.zeros(1, 4, dtype=torch.int64)
+    shadow, _ = shadow_of(model, "a test")
+    assert all(p.is_meta for p in shadow.parameters()) and all(b.is_meta for b in shadow.buffers())
+    assert shadow.head.weight is shadow.embedding.weight and not model.head.weight.is_meta
 
 
 def test_time_needs_an_example():

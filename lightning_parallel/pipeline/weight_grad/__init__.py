@@ -14,7 +14,8 @@ Left out: a second derivative of what was split; products of nodes that `product
 """
 
 from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
+from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
 from lightning_parallel.pipeline.weight_grad.split import backward_inputs
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients, run_together
 
-__all__ = ["Plan", "WeightGradients", "backward_inputs", "plan", "run_together"]
+__all__ = ["Plan", "WeightGradients", "backward_inputs", "hook_on_saved_tensors", "plan", "run_together"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,12 @@ class CannotRead(Exception):
 
 
 Factor: TypeAlias = Tensor | Callable[[], Tensor]  # a tensor, or how to read it from within the backward
+
+
+def hook_on_saved_tensors() -> Callable[[Tensor], Any] | None:
+    """What is called with every tensor that autograd saves, if somebody wants to know."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
 
 
 def reader(name: str) -> Callable[[Any], Factor]:

@@ -151,16 +151,11 @@ def fuzz(frames: int) -> Node:
     return node
 
 
-def test_a_port_that_gets_rubbish_goes_on():
-    node = fuzz(3000)
+@pytest.mark.parametrize("frames", [3000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_a_port_that_gets_rubbish_goes_on(frames: int):
+    node = fuzz(frames)
     assert node.machine.heard == 1
     node.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_port_that_gets_a_hundred_thousand_frames_of_rubbish_goes_on():
-    fuzz(100_000).close()
 
 
 def test_a_message_that_came_before_is_refused():
