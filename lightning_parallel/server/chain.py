@@ -160,7 +160,7 @@ class Replica:
     def on_copy(self, source: str, copy: Copy, now: float) -> None:
         """Become what the server before this one in the chain is, where that is further."""
         if copy.numbers["lsn"] > self.part.lsn and not self.is_head:
-            self.part = Range.of(copy, self.rules.update)
+            self.part = Range.of(copy, self.rules.update, self.part.memory)
             self._open_reader()
             if self.is_tail and self.is_current:
                 self._commit_all()

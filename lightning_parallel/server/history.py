@@ -7,6 +7,9 @@ has them (``chain.py``), who reads (``reader.py``).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,8 @@ from lightning_parallel.server.filters import decode
 from lightning_parallel.server.messages import Copy, Entry, Seqs, Values
 from lightning_parallel.server.sandblaster import perform
 from lightning_parallel.server.updates import Update
+
+Memory = Callable[[int], Tensor]  # gives so many zeros, float32
 
 COUNTERS = ("lsn", "version", "steps", "dropped", "view")
 
@@ -26,6 +31,7 @@ class Range:
         key: number of the range.
         length: elements.
         update: what a push does.
+        memory: where the weights lie.
 
     Example:
         >>> from lightning_parallel.server.updates import AddDelta
@@ -36,13 +42,14 @@ class Range:
         ([1.0, 1.0], 1, {5: 1}, 1)
     """
 
-    def __init__(self, key: int, length: int, update: Update) -> None:
-        self.key, self.length, self.update = key, length, update
-        self.weights, self.state = torch.zeros(length), update.state(length)
+    def __init__(self, key: int, length: int, update: Update, memory: Memory = torch.zeros) -> None:
+        self.key, self.length, self.update, self.memory = key, length, update, memory
+        self.weights, self.state = memory(length), update.state(length)
         self.clocks, self.seqs = VectorClock(), dict[int, int]()
         self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
         self.lsn = self.version = self.steps = self.dropped = self.view = 0
-        self.seeded = self._lent = False
+        self.seeded = False
+        self._loan: Callable[[], Tensor | None] = lambda: None
         self.vectors: dict[str, Tensor] = {}
         self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
 
@@ -50,8 +57,8 @@ class Range:
         """Take the next step of the history."""
         assert entry.lsn == self.lsn + 1, (entry.lsn, self.lsn)
         self.lsn = entry.lsn
-        if self._lent and (entry.push is not None or entry.seed is not None or entry.call is not None):
-            self.weights, self._lent = self.weights.clone(), False
+        if entry.push is not None or entry.seed is not None or entry.call is not None:
+            self._keep_loan()
         if entry.seed is not None:
             self.weights.copy_(entry.seed)
             self.seeded = True
@@ -87,9 +94,18 @@ class Range:
             self.left = (*self.left, worker)
 
     def lend(self) -> Tensor:
-        """The weights as they are now; whoever changes them next works on a copy."""
-        self._lent = True
-        return self.weights
+        """The weights as they are now, to be read only. They stay so for as long as the returned tensor object is
+        there (a view of it does not count): what changes them meanwhile works on a copy."""
+        loan = self._loan()
+        if loan is None:
+            loan = self.weights.view(-1)
+            self._loan = weakref.ref(loan)
+        return loan
+
+    def _keep_loan(self) -> None:
+        """The weights are about to change: leave those to their readers that are still lent."""
+        if self._loan() is not None:
+            self.weights, self._loan = self.memory(self.length).copy_(self.weights), lambda: None
 
     def others(self, worker: int) -> int:
         """Pushes of everyone but a worker that the weights hold."""
@@ -108,11 +124,11 @@ class Range:
         return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left, dict(self.calls))
 
     @classmethod
-    def of(cls, copy: Copy, update: Update) -> Range:
+    def of(cls, copy: Copy, update: Update, memory: Memory = torch.zeros) -> Range:
         """The range that a copy was made of."""
         tensors = dict(copy.tensors)
-        part = cls(copy.key, tensors["weights"].numel(), update)
-        part.weights = tensors["weights"].clone()
+        part = cls(copy.key, tensors["weights"].numel(), update, memory)
+        part.weights.copy_(tensors["weights"])
         part.state = {slot: tensors[f"state.{slot}"].clone() for slot in update.names()}
         part.vectors = {k.removeprefix("vector."): v.clone() for k, v in tensors.items() if k.startswith("vector.")}
         for name in COUNTERS:

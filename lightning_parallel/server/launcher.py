@@ -26,9 +26,11 @@ from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
+from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 from lightning_parallel.server.transport.session import Session
-from lightning_parallel.server.transport.zeromq import Keys, Node, endpoint_in
+from lightning_parallel.server.transport.slab import Slab
+from lightning_parallel.server.transport.zeromq import Node, endpoint_in
 
 _fork = multiprocessing.get_context("fork")
 
@@ -48,6 +50,7 @@ class Job:
         manager: where the manager listens.
         slab_bytes: shared memory of each process; 0 for none.
         keys: made where ``host`` is reached from other hosts.
+        shared: folder of the shared memory, mode 0700; that of the job if it is not given.
     """
 
     rules: Rules
@@ -60,14 +63,15 @@ class Job:
     manager: str = ""
     slab_bytes: int = 0
     keys: Keys | None = None
+    shared: Path | None = None
 
-    def node(self, machine: Manager | Server | Client, endpoint: str = "") -> Node:
+    def node(self, machine: Manager | Server | Client, endpoint: str = "", slab: Slab | None = None) -> Node:
         """Sockets for a state machine of the job."""
         most = 64 * self.rules.layout.size + (1 << 20)
         endpoint = endpoint or self.endpoint(machine.address)
         book = {MANAGER: self.manager} if machine.address != MANAGER else {}
-        slab = self.slab_bytes if machine.address != MANAGER else 0
-        node = Node(machine, self.number, endpoint, book, most, self.folder, slab, self.keys)
+        shared, borrows = self.shared or self.folder, isinstance(machine, Server)
+        node = Node(machine, self.number, endpoint, book, most, slab, shared, self.keys, borrows=borrows)
         if not isinstance(machine, Manager):
             machine.endpoint = node.endpoint
         return node
@@ -76,10 +80,14 @@ class Job:
         """Where a process listens."""
         return f"tcp://{self.host}:*" if self.host else endpoint_in(self.folder, address)
 
+    def slab(self, address: str) -> Slab | None:
+        """Shared memory for a process, if the job has any."""
+        return Slab(self.shared or self.folder, address, self.slab_bytes) if self.slab_bytes else None
+
     def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
         """A worker's session; call ``start`` on it."""
         client = Client(f"{name}.{secrets.token_hex(4)}", name, self.rules, self.token, filters=filters)
-        return Session(self.node(client), timeout)
+        return Session(self.node(client, slab=self.slab(client.address)), timeout)
 
     def serve(self, name: str, log: Path | None = None) -> None:
         """Be a server until the manager says that this one is gone.
@@ -88,15 +96,19 @@ class Job:
             name: of the server.
             log: folder in which its ranges are kept, so that a restart of all resumes.
         """
-        storage = None if log is None else Storage(log / name, self.rules)
+        address = f"{name}.{secrets.token_hex(4)}"
+        slab = self.slab(address)
+        memory = torch.zeros if slab is None else slab.zeros
+        storage = None if log is None else Storage(log / name, self.rules, memory=memory)
         server = Server(
-            f"{name}.{secrets.token_hex(4)}",
+            address,
             self.rules,
             self.token,
             ranges={} if storage is None else storage.read(),
             journal=None if storage is None else storage.append,
+            memory=memory,
         )
-        node = self.node(server)
+        node = self.node(server, slab=slab)
         if storage is not None:
             storage.watch(server)
         node.send(server.start(node.now()))
@@ -145,7 +157,9 @@ class Launch:
             process.kill()
         for process in self.processes.values():
             process.join()
-        shutil.rmtree(self.job.folder, ignore_errors=True)
+        for folder in (self.job.folder, self.job.shared):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def launch(
@@ -175,12 +189,22 @@ def launch(
     manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
     keys = Keys.make() if host and not host.startswith("127.") and host != "localhost" else None
     number, token = secrets.randbits(63), secrets.token_hex(16)
-    job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys)
+    shared = _in_memory(folder.name) if slab_bytes and not host else None
+    job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
     started = Launch(job)
     started._fork(MANAGER, job.manage)
     for index in range(0 if colocated else num_servers):
         started.start_server(f"s{index}", log)
     return started
+
+
+def _in_memory(name: str) -> Path | None:
+    """A folder that no disk stands behind, where the system has such."""
+    if not os.access("/dev/shm", os.W_OK):
+        return None
+    folder = Path("/dev/shm", name)
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def _child(target: object, *args: object) -> None:

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER, Replica
-from lightning_parallel.server.history import Range
+from lightning_parallel.server.history import Memory, Range
 from lightning_parallel.server.rules import Rules
 
 EARLY = 1024  # messages of a view to come that are kept
@@ -29,6 +31,7 @@ class Server:
         endpoint: where a transport finds it.
         ranges: what it has already, such as from its log; key -> range.
         journal: takes (key, entry) before an entry is applied.
+        memory: where the weights of ranges lie that come to it.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class Server:
         endpoint: str = "",
         ranges: dict[int, Range] | None = None,
         journal: Callable[[int, m.Entry], None] | None = None,
+        memory: Memory = torch.zeros,
     ) -> None:
         self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
-        self.view, self.journal = m.View(), journal
+        self.view, self.journal, self.memory = m.View(), journal, memory
         self.out: list[m.Message] = []
         self.early: deque[m.Message] = deque(maxlen=EARLY)
         self.refused = 0  # messages of older views
@@ -134,7 +138,8 @@ class Server:
         for key in [key for key in self.replicas if key not in held]:
             del self.replicas[key]
         for key in sorted(held - self.replicas.keys()):  # a range that nobody has yet
-            self.replicas[key] = self._replica(Range(key, self.rules.layout.length(key), self.rules.update))
+            part = Range(key, self.rules.layout.length(key), self.rules.update, self.memory)
+            self.replicas[key] = self._replica(part)
         for key in sorted(held):
             self.replicas[key].adopt(view, now)
         self._copying = copying
@@ -146,7 +151,7 @@ class Server:
         if copy.key in self.replicas:
             self.replicas[copy.key].on_copy(source, copy, now)
         elif copy.key in self._copying:
-            replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update))
+            replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update, self.memory))
             replica.view = self.view
             replica.tell_copied()
 

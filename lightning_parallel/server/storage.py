@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server import wire
-from lightning_parallel.server.history import Range
+from lightning_parallel.server.history import Memory, Range
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.transport.frames import view_bytes
@@ -36,10 +36,19 @@ class Storage:
         rules: the job's agreement.
         snapshot_every: entries of a range after which its log begins anew with a snapshot.
         sync: wait for the disk at every entry.
+        memory: where the weights of ranges lie that are read.
     """
 
-    def __init__(self, folder: Path, rules: Rules, snapshot_every: int = 1000, sync: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rules: Rules,
+        snapshot_every: int = 1000,
+        sync: bool = False,
+        memory: Memory = torch.zeros,
+    ) -> None:
         self.folder, self.rules, self.snapshot_every, self.sync = folder, rules, snapshot_every, sync
+        self.memory = memory
         folder.mkdir(parents=True, exist_ok=True)
         self.server: Server | None = None
         self._logs: dict[int, BinaryIO] = {}
@@ -103,7 +112,7 @@ class Storage:
             whole = 0
             while (body := _read_record(file)) is not None:
                 if isinstance(body, m.Copy):
-                    part = Range.of(body, self.rules.update)
+                    part = Range.of(body, self.rules.update, self.memory)
                 elif part is not None and body.entry.lsn == part.lsn + 1:
                     part.apply(body.entry)
                 whole = file.tell()
@@ -127,15 +136,15 @@ def _read_record(file: BinaryIO) -> m.Copy | m.Append | None:
     if len(meta) < meta_bytes or len(payload) < payload_bytes or zlib.crc32(payload, zlib.crc32(meta)) != crc:
         return None
     try:
-        body = wire.decode(op, meta, _tensors(meta, payload)).body
+        body = wire.decode(op, meta, _tensors(op, meta, payload)).body
     except WireError:
         return None
     return body if isinstance(body, (m.Copy, m.Append)) else None
 
 
-def _tensors(meta: bytes, payload: bytes) -> list[Tensor]:
+def _tensors(op: int, meta: bytes, payload: bytes) -> list[Tensor]:
     tensors, at = [], 0
-    for dtype, length in wire.describe(meta):
+    for dtype, length in wire.describe(op, meta):
         tensor = torch.empty(length, dtype=dtype)
         size = length * dtype.itemsize
         view_bytes(tensor)[:] = payload[at : at + size]

@@ -7,8 +7,8 @@ out: sockets.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,36 +21,46 @@ FRAME_BYTES = 1 << 20
 INLINE_BYTES = 1 << 15  # payloads up to that travel behind the meta, in frame 0
 
 Frame = tuple[bytes, bytes | memoryview]
+Encoded = tuple[int, bytes, list[Tensor]]  # op, meta, tensors
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's memory as bytes."""
-    return memoryview(cast(Any, tensor.view(torch.uint8).numpy())) if tensor.numel() else memoryview(b"")
+    """A contiguous tensor's memory as bytes; the tensor object lives as long as any piece of the view."""
+    if not tensor.numel():
+        return memoryview(b"")
+    raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    raw.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(raw).cast("B")
 
 
-def cut(message: Message, job: int, number: int, offset: int | None = None) -> Iterator[Frame]:
-    """The frames of a message: pairs of header and content. The tensors' memory is read when a frame is taken.
+def cut(message: Message, job: int, number: int) -> Iterator[Frame]:
+    """The frames of a message: pairs of header and content. The tensors' memory is read when a frame is taken."""
+    return frames(wire.encode(message), job, number)
+
+
+def frames(encoded: Encoded, job: int, number: int, place: int | None = None) -> Iterator[Frame]:
+    """The frames of what ``wire.encode`` gave.
 
     Args:
-        message: what is sent.
+        encoded: op, meta, tensors.
         job: secret number of the job.
         number: of the message.
-        offset: where the tensors lie in the sender's shared memory; then frame 0 says so, and is the only one.
+        place: where the tensors lie in the sender's shared memory; then frame 0 says so, and is the only one.
     """
-    op, meta, tensors = wire.encode(message)
-    if offset is not None:
-        yield Header(op, wire.SLAB, job, number, 0, 1, len(meta), offset).pack(meta), meta
+    op, meta, tensors = encoded
+    if place is not None:
+        yield Header(op, wire.SLAB, job, number, 0, 1, len(meta), place).pack(meta), meta
+        return
+    total = sum(tensor.nbytes for tensor in tensors)
+    if total <= INLINE_BYTES:
+        content = b"".join((meta, *map(view_bytes, tensors)))
+        yield Header(op, 0, job, number, 0, 1, len(meta), total).pack(meta), content
         return
     pieces = [piece for tensor in tensors for piece in _pieces(view_bytes(tensor), FRAME_BYTES)]
-    total = sum(len(piece) for piece in pieces)
-    if total <= INLINE_BYTES:
-        content = meta + b"".join(pieces)
-        yield Header(op, 0, job, number, 0, 1, len(meta), total).pack(content), content
-        return
-    frames = 1 + len(pieces)
-    yield Header(op, 0, job, number, 0, frames, len(meta), total).pack(meta), meta
+    count = 1 + len(pieces)
+    yield Header(op, 0, job, number, 0, count, len(meta), total).pack(meta), meta
     for index, piece in enumerate(pieces):
-        yield Header(op, 0, job, number, index + 1, frames, 0, len(piece)).pack(), piece
+        yield Header(op, 0, job, number, index + 1, count, 0, len(piece)).pack(), piece
 
 
 def _pieces(raw: memoryview, size: int) -> Iterator[memoryview]:
@@ -58,43 +68,65 @@ def _pieces(raw: memoryview, size: int) -> Iterator[memoryview]:
         yield raw[start : start + size]
 
 
+def whole(header: Header, content: bytes, most: int) -> Message:
+    """The message of a frame that is all of it.
+
+    Raises:
+        WireError: the frame is not a message of at most ``most`` bytes.
+    """
+    _limit(header.payload, most)
+    at, end = header.meta, header.meta + header.payload
+    if end != len(content) or header.frame != 0:
+        raise WireError("the tensors are not as long as the payload")
+
+    def next_one(dtype: torch.dtype, length: int) -> Tensor:
+        nonlocal at
+        size, start = length * dtype.itemsize, at
+        at += size
+        if at > end:
+            raise ValueError("the tensors are not as long as the payload")
+        return torch.frombuffer(bytearray(content[start:at]), dtype=dtype) if size else torch.empty(0, dtype=dtype)
+
+    message = wire.read(header.op, content[: header.meta], next_one)
+    if at != end:
+        raise WireError("the tensors are not as long as the payload")
+    return message
+
+
+def _limit(size: int, most: int) -> None:
+    if size > most:
+        raise WireError(f"a message of {size} bytes; at most {most} are taken")
+
+
 class Assembly:
-    """One message on its way in.
+    """One message of several frames, or of one whose tensors lie elsewhere, on its way in.
 
     Args:
         header: of frame 0.
-        content: of frame 0: the meta, and a small payload behind it.
+        meta: content of frame 0.
         most: bytes that a message may have at most.
 
     Raises:
         WireError: frame 0 does not announce a message of at most so many bytes.
     """
 
-    def __init__(self, header: Header, content: bytes | memoryview, most: int) -> None:
-        meta, inline = content[: header.meta], content[header.meta :]
+    def __init__(self, header: Header, meta: bytes, most: int) -> None:
         if header.frame != 0 or header.meta != len(meta):
             raise WireError("a message begins in the middle")
-        shapes = wire.describe(meta)
-        sizes = [length * dtype.itemsize for dtype, length in shapes]
-        if sum(sizes) > most:
-            raise WireError(f"a message of {sum(sizes)} bytes; at most {most} are taken")
-        if not header.flags & wire.SLAB and (sum(sizes) != header.payload or header.frames > 1 + header.payload):
+        self.shapes = wire.describe(header.op, meta)
+        size = sum(length * dtype.itemsize for dtype, length in self.shapes)
+        _limit(size, most)
+        self.is_elsewhere = bool(header.flags & wire.SLAB)
+        if not self.is_elsewhere and (size != header.payload or header.frames > 1 + header.payload):
             raise WireError("the tensors are not as long as the payload")
-        self.header, self.meta, self.next, self.sizes = header, bytes(meta), 1, sizes
-        self.tensors = [torch.empty(length, dtype=dtype) for dtype, length in shapes]
+        self.header, self.meta, self.next = header, meta, 1
+        self.tensors = [] if self.is_elsewhere else self.allocate()
         self._places = [view_bytes(tensor) for tensor in self.tensors if tensor.numel()]
         self._offset = 0
-        if inline:
-            self._fill(inline)
 
-    def _fill(self, inline: bytes | memoryview) -> None:
-        if len(inline) != sum(map(len, self._places)) or self.header.frames != 1 or self.header.flags & wire.SLAB:
-            raise WireError("the tensors are not as long as the payload")
-        at = 0
-        for place in self._places:
-            place[:] = inline[at : at + len(place)]
-            at += len(place)
-        self._places = []
+    def allocate(self) -> list[Tensor]:
+        """Memory for the tensors."""
+        return [torch.empty(length, dtype=dtype) for dtype, length in self.shapes]
 
     def place(self, header: Header) -> memoryview:
         """Where the content of the next frame belongs.
@@ -121,7 +153,7 @@ class Assembly:
     @property
     def is_whole(self) -> bool:
         """Whether every frame has come."""
-        return self.next == self.header.frames and (bool(self.header.flags & wire.SLAB) or not self._places)
+        return self.next == self.header.frames and not self._places
 
     def message(self) -> Message:
         """The message.

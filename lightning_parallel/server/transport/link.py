@@ -1,0 +1,188 @@
+"""What goes to one peer: messages that wait, the frames of the one that is on its way, the peer's credits.
+
+    DEALER --frame, frame, ...--> ROUTER      at most ``WINDOW`` bytes without a credit
+    DEALER <------- credit ------ ROUTER      after ``FRESH_CREDIT`` bytes, and when a place in shared memory is free
+
+The one idea: few bytes are under way and few messages wait, so memory stays small whatever the peer does; what cannot
+be sent is dropped, since the state machines send again what counts. Left out: what comes in (``inbox.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import zmq
+
+from lightning_parallel.server import wire
+from lightning_parallel.server.messages import Message
+from lightning_parallel.server.transport.frames import Encoded, Frame, frames
+from lightning_parallel.server.transport.keys import Keys
+from lightning_parallel.server.transport.slab import Slab
+from lightning_parallel.server.wire import Header, WireError, unpack_header
+
+CREDIT = 255  # op of a credit: ``payload`` bytes may be sent, the place of message ``number`` is free
+WINDOW, FRESH_CREDIT = 8 << 20, 2 << 20
+LEAST_WEIGHT = 1 << 14  # bytes that the smallest frame counts for
+FRAMES = 32  # frames that a socket keeps at most
+QUEUE = 256  # messages that wait for one peer at most
+COPY_BELOW = 1 << 16  # bytes of a frame below which handing over memory costs more than a copy
+SLAB_FROM = 1 << 14  # bytes from which shared memory is used
+
+
+def weight(content: bytes | memoryview) -> int:
+    """What a frame counts for in the window."""
+    return max(len(content), LEAST_WEIGHT)
+
+
+def credit(job: int, number: int, count: int) -> bytes:
+    """A credit's bytes."""
+    return Header(CREDIT, 0, job, number, 0, 1, 0, count).pack()
+
+
+class Link:
+    """The way to one peer.
+
+    Args:
+        context: of the sockets.
+        me: this process's address.
+        endpoint: where the peer listens.
+        job: secret number of the job.
+        counts: where dropped and refused messages are counted.
+        poller: is told of the socket.
+        slab: this process's shared memory, if the peer can see it.
+        keys: of the job.
+        patience: seconds without a credit after which the connection is made anew.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        me: str,
+        endpoint: str,
+        job: int,
+        counts: Counter[str],
+        poller: zmq.Poller,
+        slab: Slab | None = None,
+        keys: Keys | None = None,
+        patience: float = 5.0,
+    ) -> None:
+        self.context, self.me, self.endpoint, self.job, self.counts = context, me, endpoint, job, counts
+        self.poller, self.slab, self.keys, self.patience = poller, slab, keys, patience
+        self.queue: deque[tuple[Encoded, int, int | None]] = deque()  # (message, number, place in the slab)
+        self.blocked = False  # the socket takes nothing now
+        self._frames: Iterator[Frame] | None = None
+        self._ready: Frame | None = None
+        self._placed: set[int] = set()  # numbers of messages that the slab keeps for the peer
+        self._open()
+
+    def _open(self) -> None:
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.identity = self.me.encode()
+        self.socket.linger, self.socket.sndhwm, self.socket.immediate = 0, FRAMES, 1
+        self.socket.maxmsgsize = 1 << 12
+        if self.keys is not None:
+            self.keys.connect(self.socket)
+        self.socket.connect(self.endpoint)
+        self.poller.register(self.socket, zmq.POLLIN)
+        self.outstanding, self.heard = 0, time.monotonic()
+
+    def _shut(self) -> None:
+        self.poller.unregister(self.socket)
+        self.socket.close(0)
+
+    def close(self) -> None:
+        """Drop the connection, what waits for it, and what the slab keeps for the peer."""
+        self._shut()
+        for number in self._placed:
+            self._free(number)
+
+    def _free(self, number: int) -> None:
+        if self.slab is not None:
+            self.slab.free(number)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something could be sent if the peer gave a credit or the socket had room."""
+        return self.blocked or (self.outstanding >= WINDOW and self._has_more)
+
+    @property
+    def expects(self) -> bool:
+        """Whether credits are worth a look."""
+        return bool(self._placed) or self.outstanding >= WINDOW // 2
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self.queue) or self._frames is not None or self._ready is not None
+
+    def put(self, message: Message, number: int) -> None:
+        """Send a message, now or when there is room; beyond the limit it is dropped."""
+        if len(self.queue) >= QUEUE:
+            self.counts["dropped"] += 1
+            return
+        encoded = wire.encode(message)
+        place = None
+        if self.slab is not None and sum(tensor.nbytes for tensor in encoded[2]) >= SLAB_FROM:
+            place = self.slab.put(number, encoded[2])
+        if place is not None:
+            self._placed.add(number)
+        self.queue.append((encoded, number, place))
+        self.push()
+
+    def push(self) -> None:
+        """Send what credits and socket allow."""
+        if self.outstanding >= WINDOW and time.monotonic() - self.heard > self.patience:
+            self._start_over()
+        self.blocked = False
+        while self.outstanding < WINDOW and (frame := self._frame()) is not None:
+            if not self._send(*frame):
+                self._ready, self.blocked = frame, True
+                return
+            self.outstanding += weight(frame[1])
+            if self.outstanding >= WINDOW:
+                self.heard = time.monotonic()
+
+    def _send(self, header: bytes, content: bytes | memoryview) -> bool:
+        try:
+            self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.Again:
+            return False
+        self.socket.send(content, copy=len(content) < COPY_BELOW)
+        return True
+
+    def _frame(self) -> Frame | None:
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
+        while self._frames is not None or self.queue:
+            if self._frames is None:
+                encoded, number, place = self.queue.popleft()
+                self._frames = frames(encoded, self.job, number, place)
+            frame = next(self._frames, None)
+            if frame is not None:
+                return frame
+            self._frames = None
+        return None
+
+    def _start_over(self) -> None:
+        """The connection broke and took frames with it: what was half sent is given up."""
+        self._shut()
+        self._frames = self._ready = None
+        self._open()
+
+    def credits(self) -> None:
+        """Take the credits that have come."""
+        while True:
+            try:
+                header = unpack_header(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except WireError:
+                self.counts["refused"] += 1
+                continue
+            if header.op == CREDIT and header.job == self.job:
+                self.outstanding, self.heard = max(0, self.outstanding - header.payload), time.monotonic()
+                if header.number in self._placed:
+                    self._placed.remove(header.number)
+                    self._free(header.number)
