@@ -105,7 +105,7 @@ class Link:
     @property
     def waits(self) -> bool:
         """Whether something could be sent if the peer gave a credit or the socket had room."""
-        return self.blocked or (self.outstanding >= WINDOW and self._has_more)
+        return self.blocked or (self.outstanding >= WINDOW and self.has_more)
 
     @property
     def expects(self) -> bool:
@@ -113,7 +113,8 @@ class Link:
         return bool(self._placed) or self.outstanding >= WINDOW // 2
 
     @property
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
+        """Whether something waits to be sent."""
         return bool(self.queue) or self._frames is not None or self._ready is not None
 
     def put(self, message: Message, number: int) -> None:

@@ -130,7 +130,7 @@ class Node:
         for link in links:
             if link.expects:
                 link.credits()
-            if link.waits:
+            if link.has_more:
                 link.push()
         self._handle(message)
         if due is not None and self.now() >= due:
