@@ -24,7 +24,7 @@ from lightning_parallel.server import (
     Server,
     staleness_bound,
 )
-from lightning_parallel.server.chain import Replica
+from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.filters import Filters, SignificantlyModified
 from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.transport.virtual import VirtualNetwork
@@ -52,6 +52,7 @@ class Plan:
     lossy: bool = False
     ordered: bool = True
     sparse: bool = False
+    joined: bool = False
 
 
 plans = st.builds(
@@ -70,6 +71,7 @@ plans = st.builds(
     lossy=st.booleans(),
     ordered=st.booleans(),
     sparse=st.booleans(),
+    joined=st.booleans(),
 )
 
 
@@ -158,6 +160,7 @@ class Faults(World):
             self._network(),
             work=self._push,
             on_read=self._check_read,
+            joined=plan.joined,
             server_class=watched(self.watch, replica_class, server_class),
         )
         self.staleness = getattr(RULES[plan.rule], "staleness", None) or getattr(RULES[plan.rule], "delay", 0)

@@ -74,8 +74,10 @@ class WorldWorker:
     def _end(self, now: float) -> list[Message]:
         self.finish_at, self.done = None, self.done + 1
         self.ends.append(now)
-        out = self.client.push(self.world.work(self, self.reads[-1].result), now)
-        return out + (self.client.pull(now) if self.done < self.steps else [])
+        vector, goes_on = self.world.work(self, self.reads[-1].result), self.done < self.steps
+        if goes_on and self.world.joined:
+            return self.client.push_pull(vector, now)
+        return self.client.push(vector, now) + (self.client.pull(now) if goes_on else [])
 
 
 @dataclass
@@ -92,6 +94,7 @@ class World:
     work: Callable[[WorldWorker, Result], torch.Tensor | None] = None  # type: ignore[assignment]
     on_read: Callable[[WorldWorker, Read], None] = lambda worker, read: None
     leave: bool = True
+    joined: bool = False  # a push and the pull after it are asked for at once
     server_class: type[Server] = Server
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@
 
 The one idea: entries travel from the head to the tail, in order; a server keeps what it passed on until the tail has
 it, and sends it again to whoever comes after it in a new view. The tail tells workers, so what was acknowledged is
-with all. Left out: who is in the chain (``manager.py``), views and fencing (``node.py``).
+with all. Left out: what workers ask for (``replica.py``), who is in the chain (``manager.py``), views and fencing
+(``node.py``).
 
 Source:
     van Renesse and Schneider, Chain Replication for Supporting High Throughput and Availability, OSDI 2004;
@@ -18,33 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_parallel.server.history import Range
-from lightning_parallel.server.intake import Intake
-from lightning_parallel.server.messages import (
-    Ack,
-    Append,
-    At,
-    Begin,
-    Call,
-    Committed,
-    Copied,
-    Copy,
-    Drained,
-    Entry,
-    Hold,
-    Push,
-    Seed,
-    Value,
-    View,
-    Want,
-)
+from lightning_parallel.server.messages import Ack, Append, Committed, Copied, Copy, Entry, Value, View, Want
 from lightning_parallel.server.reader import Reader
 from lightning_parallel.server.rules import Rules
 
 MANAGER = "manager"
 
 
-class Replica:
-    """A range on a server.
+class Place:
+    """A range on a server, and what the server does for the others of its chain.
 
     Args:
         me: the server's address.
@@ -63,56 +46,31 @@ class Replica:
         journal: Callable[[int, Entry], None] | None = None,
     ) -> None:
         self.me, self.part, self.rules, self.send, self.journal = me, part, rules, send, journal
-        self.view = View()
         self.sent: dict[int, Entry] = {}  # passed on, and not yet known to be with the tail
         self.committed = 0  # the last entry that is known here to be with all
         self.acked = dict[int, int]()  # worker -> its last push that is known here to be with all
-        self.intake, self.reader = Intake(part, rules), Reader(part, rules)
+        self.reader = Reader(part, rules)
         self.resend_at: float | None = None
         self.want_at = 0.0  # before that, what is missing is not asked for again
-        self._held_told: tuple[int, int] | None = None
+        self.enter(View())
 
-    @property
-    def chain(self) -> tuple[str, ...]:
-        """The servers of the range, first to last."""
-        return self.view.chains.get(self.part.key, ())
+    def enter(self, view: View) -> None:
+        """Take one's place in a view."""
+        self.view = view
+        self.chain = view.chains.get(self.part.key, ())  # the servers of the range, first to last
+        self.is_head = self.chain[:1] == (self.me,)  # pushes come here
+        self.is_tail = self.chain[-1:] == (self.me,)  # reads come here
+        self.next = self._next()  # where entries go from here
 
-    @property
-    def is_head(self) -> bool:
-        """Whether pushes come here."""
-        return self.chain[:1] == (self.me,)
-
-    @property
-    def takes_in(self) -> bool:
-        """Whether the range's history goes on here: at the head, unless its servers are about to change places."""
-        return self.is_head and not self.intake.draining
-
-    @property
-    def is_tail(self) -> bool:
-        """Whether reads come here."""
-        return self.chain[-1:] == (self.me,)
-
-    @property
-    def next(self) -> str | None:
-        """Where entries go from here."""
-        if self.me not in self.chain:
-            return None
+    def _next(self) -> str | None:
         if self.is_tail:
             return self.view.joining.get(self.part.key)
-        return self.chain[self.chain.index(self.me) + 1]
+        return self.chain[self.chain.index(self.me) + 1] if self.me in self.chain else None
 
     @property
     def is_current(self) -> bool:
         """Whether the first entry of this view is here, and with it all that was acknowledged in any view before."""
         return self.part.view == self.view.number
-
-    def adopt(self, view: View, now: float) -> None:
-        """Take one's place in a new view and repair the chain; what was not passed on yet, workers send again."""
-        self.view = view
-        self._open_reader()
-        self.repair(now)
-        if self.is_head:
-            self._enrol(now)
 
     def repair(self, now: float) -> None:
         """Send again what the next server may not have."""
@@ -180,74 +138,9 @@ class Replica:
             self.acked |= {worker: mark[0] for worker, mark in self.sent.pop(lsn).marks.items()}
         self.committed = max(self.committed, committed.lsn)
         self._set_timer(now)
-        self._tell_drained()
-
-    def on_push(self, source: str, push: Push, now: float) -> None:
-        """Take a worker's push in, at the head."""
-        if self.takes_in:
-            answer = self.intake.take(push, self.acked.get(push.worker, 0), now)
-            if answer is not None:
-                self.send(source, answer)
-            self.flush(now)
-
-    def on_seed(self, seed: Seed, now: float) -> None:
-        """The first weights; whoever comes later changes nothing."""
-        if self.takes_in and not self.part.seeded:
-            self._take(Entry(self.part.lsn + 1, seed=seed.values), now)
-
-    def on_begin(self, begin: Begin, now: float) -> None:
-        """A worker that has not pushed yet begins at a later clock than it was let in at."""
-        part = self.part
-        if self.takes_in and begin.worker in part.clocks and part.clocks[begin.worker] < begin.clock:
-            self._take(Entry(part.lsn + 1, marks={begin.worker: (part.seqs[begin.worker], begin.clock)}), now)
-            self.flush(now)
-
-    def on_call(self, source: str, call: Call, now: float) -> None:
-        """Do arithmetic once; asked again, only the answer is sent again."""
-        last, value = self.part.calls.get(source, (0, 0.0))
-        if self.takes_in and call.request > last:
-            words = (source, call.request, *call.words)
-            self._take(Entry(self.part.lsn + 1, push=call.values, call=words), now)
-        elif self.takes_in and call.request == last and self.committed == self.part.lsn:
-            self.send(source, Value(self.part.key, last, value))
-
-    def on_hold(self, hold: Hold, now: float) -> None:
-        """A reader asks the range to stand still."""
-        if self.is_head and hold.worker in self.part.clocks:
-            self.intake.hold(hold, now)
-            self._held_told = None
-            self.flush(now)
-
-    def on_at(self, source: str, at: At, now: float) -> None:
-        """A reader says where it wants to be answered."""
-        if self.is_head:
-            refusal = self.intake.release_at(at)
-            if refusal is not None:
-                self.send(source, refusal)
-            self.flush(now)
-
-    def on_drain(self, now: float) -> None:
-        """Take in nothing more, and say when all replicas are equal."""
-        if self.is_head:
-            self.intake.draining = True
-            self._tell_drained()
-
-    def flush(self, now: float) -> None:
-        """Make entries of all pushes that are due, and tell the reader whose turn it is."""
-        if self.intake.draining:
-            return
-        self.intake.expire(now)
-        for entry in self.intake.due(now):
-            self._take(entry, now)
-        held = self.intake.held()
-        if held is not None and self._held_told != (held[0], held[1].request):
-            self._held_told = (held[0], held[1].request)
-            self._tell(*held)
 
     def wake(self, now: float) -> None:
         """Do what time makes due."""
-        if self.is_head:
-            self.flush(now)
         if self.resend_at is not None and now >= self.resend_at:
             if self.sent.keys() >= {self.committed + 1} or self.is_tail:
                 self.forward_again(now)
@@ -258,16 +151,7 @@ class Replica:
     @property
     def wake_at(self) -> float | None:
         """When ``wake`` is due next."""
-        times = [self.resend_at, self.intake.wake_at if self.is_head else None]
-        return min((time for time in times if time is not None), default=None)
-
-    def _enrol(self, now: float) -> None:
-        """Begin the view: a step of the history that lets in and out whom the view does."""
-        part = self.part
-        joined = tuple(w for w in sorted(self.view.workers) if w not in part.clocks and w not in part.left)
-        left = tuple(worker for worker in sorted(part.clocks) if worker not in self.view.workers)
-        self._take(Entry(part.lsn + 1, joined=joined, left=left, view=self.view.number), now)
-        self.intake = Intake(part, self.rules, self.intake.staleness)
+        return self.resend_at
 
     def _take(self, entry: Entry, now: float) -> None:
         if self.journal is not None:
@@ -288,16 +172,20 @@ class Replica:
         """An entry was applied here. Workers are told by the tail, not here."""
 
     def _commit(self, entry: Entry) -> None:
+        """The tail has an entry: tell whoever waits for that. What answers a read acknowledges the reader's pushes."""
         self.committed = entry.lsn
         self.acked |= {worker: mark[0] for worker, mark in entry.marks.items()}
+        answers = self.reader.after(entry)
+        told = {worker for worker, _ in answers}
         for worker, (seq, _) in entry.marks.items():
-            self._tell(worker, Ack(self.part.key, seq))
+            if worker not in told:
+                self._tell(worker, Ack(self.part.key, seq))
         if entry.call is not None:
             request, value = self.part.calls[entry.call[0]]
             self.send(entry.call[0], Value(self.part.key, request, value))
         for server in self.chain[:-1]:
             self.send(server, Committed(self.part.key, entry.lsn))
-        for worker, rows in self.reader.after(entry):
+        for worker, rows in answers:
             self._tell(worker, rows)
 
     def _commit_all(self) -> None:
@@ -311,10 +199,6 @@ class Replica:
     def _tell(self, worker: int, body: Any) -> None:
         if worker in self.view.workers:
             self.send(self.view.workers[worker], body)
-
-    def _tell_drained(self) -> None:
-        if self.is_head and self.intake.draining and self.committed == self.part.lsn:
-            self.send(MANAGER, Drained(self.part.key))
 
     def tell_copied(self) -> None:
         """The manager may put this server into the chain."""

@@ -1,27 +1,26 @@
 """A worker's side: the state machine that pushes, pulls, and sends again what may be lost.
 
-The one idea: a push is kept until all replicas have it, and is sent again to whoever heads the range in a new view; the
-servers count, so that it is applied once. At most one pull is under way, and it survives any change of view by starting
-over. Left out: gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is there).
+The one idea: at most one pull is under way, and it survives any change of view by starting over. Pushes are the
+business of ``pushing.py``; where a range lies on one server, a pull travels with the push before it. Left out:
+gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is there).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.filters import Filters
-from lightning_parallel.server.filters.keys import SentKeys
+from lightning_parallel.server.pushing import Pushing
 from lightning_parallel.server.reading import Reading, Result
 from lightning_parallel.server.rules import Rules
 
 
-class Client:
+class Client(Pushing):
     """The state machine of one worker.
 
     Args:
@@ -42,28 +41,16 @@ class Client:
         endpoint: str = "",
         filters: Filters | None = None,
     ) -> None:
-        self.address, self.name, self.rules, self.token, self.endpoint = address, name, rules, token, endpoint
-        self.filters, self._sent_keys = filters, SentKeys()
-        self.worker: int | None = None
-        self.view = m.View()
-        self.clock: int | None = None  # finished iterations; None before the first pull
-        self.seq = 0
-        self.unacked: dict[int, dict[int, m.Push]] = {key: {} for key in self._keys}
+        super().__init__(address, rules, filters)
+        self.name, self.token, self.endpoint = name, token, endpoint
         self.reading: Reading | None = None
         self.result: Result | None = None
         self.lost = False  # the lease ended: nothing that is pushed counts any more
         self.leaving = False
         self.blocked = 0  # pulls that had to be asked more than once for one version
-        self._others = dict.fromkeys(self._keys, 0)
         self._cache: dict[int, m.Rows] = {}
-        self._seed: Tensor | None = None
         self._requests = 0
-        self._lease_at = self._resend_at = 0.0
-        self._out: list[m.Message] = []
-
-    @property
-    def _keys(self) -> range:
-        return range(self.rules.layout.num_ranges)
+        self._lease_at = 0.0
 
     def start(self, now: float) -> list[m.Message]:
         """What a worker says first."""
@@ -71,62 +58,17 @@ class Client:
         self._send(MANAGER, m.Hello("worker", self.name, self.token, self.endpoint))
         return self._flush()
 
-    def seed(self, vector: Tensor) -> list[m.Message]:
-        """Offer first weights; the first that come to a range count. Called once the view is there."""
-        self._seed = vector.clone()
-        self._offer()
-        return self._flush()
-
-    def _offer(self) -> None:
-        """Offer the first weights until something was read."""
-        if self.clock is None and self._seed is not None:
-            for key, values in enumerate(self.rules.layout.split(self._seed)):
-                self._to_head(key, m.Seed(key, values))
-
-    @property
-    def may_push(self) -> bool:
-        """Whether every range has room for one more push under way."""
-        return all(len(pushes) < self.rules.window for pushes in self.unacked.values())
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every push is with all replicas."""
-        return not any(self.unacked.values())
-
-    def push(
-        self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None, copy: bool = True
-    ) -> list[m.Message]:
-        """Send an update of all ranges; without a vector it only ticks, as after a skipped step.
-
-        Args:
-            vector: shape (size,), float32.
-            now: seconds.
-            tick: whether the iteration ends with it.
-            lr: learning rate of this push, or None for the update's own.
-            copy: keep a copy until all replicas have it; without one, the caller leaves the vector alone until then.
-        """
-        assert self.worker is not None and self.clock is not None, "pull before you push"
-        self.seq += 1
-        self.clock += int(tick)
-        for key, values in enumerate(self._parts(vector, copy)):
-            push = m.Push(key, self.worker, self.seq, self.clock, values, self._others[key], lr)
-            self.unacked[key][self.seq] = push
-            self._push(push)
-        self._resend_at = now + self.rules.resend_after
-        return self._flush()
-
-    def _parts(self, vector: Tensor | None, copy: bool) -> list[m.Values | None]:
-        if vector is None:
-            return [None] * len(self._keys)
-        if self.filters is None:
-            return [*self.rules.layout.split(vector.clone() if copy else vector)]
-        return [self.filters.encode(key, part) for key, part in enumerate(self.rules.layout.split(vector))]
-
     def pull(self, now: float) -> list[m.Message]:
         """Ask for all ranges as fresh as the rules want them; ``result`` has them once they are there."""
         self.result, self._resend_at = None, now + self.rules.resend_after
         self._begin()
         return self._flush()
+
+    def push_pull(
+        self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None, copy: bool = True
+    ) -> list[m.Message]:
+        """A push and the pull after it; of a range on one server, both in one message."""
+        return _joined([*self.push(vector, now, tick, lr, copy), *self.pull(now)])
 
     def leave(self) -> list[m.Message]:
         """Go, in order: nobody waits for this worker any more."""
@@ -144,7 +86,7 @@ class Client:
         elif isinstance(body, m.Wake):
             self._wake(now)
         elif isinstance(body, m.Ack):
-            self._acked(body)
+            self._acked(body.key, body.seq)
         elif message.view == self.view.number:
             self._react(body)
         return self._flush()
@@ -166,6 +108,8 @@ class Client:
             self._nack(body)
 
     def _rows(self, rows: m.Rows) -> None:
+        assert self.worker is not None
+        self._acked(rows.key, rows.seqs.get(self.worker, 0))  # what a tail answers is with all replicas
         if rows.request == -1:
             self._cache[rows.key] = rows
         elif self.reading is not None and self.reading.on_rows(rows):
@@ -196,14 +140,14 @@ class Client:
         consistency = self.rules.consistency
         need = 0 if self.clock is None else consistency.need(self.clock)
         own = self.seq if consistency.own and self.clock is not None else 0
-        self.reading = Reading(self.worker, self._request(), tuple(self._keys), need, own)
+        self.reading = Reading(self.worker, self._request(), tuple(self.keys), need, own)
         if self._from_cache():
             return
         self._ask(self.reading.questions())
 
     def _ask(self, questions: Iterable[tuple[int, m.Body]]) -> None:
         if self.seq == 0 and self.clock is not None and self.worker is not None:
-            for key in self._keys:
+            for key in self.keys:
                 self._to_head(key, m.Begin(key, self.worker, self.clock))
         for key, question in questions:
             place = -1 if isinstance(question, m.Pull) else 0
@@ -214,7 +158,7 @@ class Client:
         assert self.reading is not None and self.worker is not None
         fresh = [r for r in self._cache.values() if r.minimum >= self.reading.need]
         fresh = [r for r in fresh if r.seqs.get(self.worker, 0) >= self.reading.own]
-        if len(fresh) < len(self._keys):
+        if len(fresh) < len(self.keys):
             return False
         self.reading.rows = {rows.key: rows for rows in fresh}
         if not self.reading.agrees(self.rules.one_version):
@@ -233,21 +177,6 @@ class Client:
         if self.reading is not None or (self.result is None and self.worker in view.workers):
             self._begin()
 
-    def replay(self) -> None:
-        """Send every push again that may be lost."""
-        self._offer()
-        self._sent_keys.forget()
-        for key in self._keys:
-            self._push_from(key, 0)
-
-    def _push_from(self, key: int, seq: int) -> None:
-        for number in sorted(self.unacked[key]):
-            if number >= seq:
-                self._push(self.unacked[key][number])
-
-    def _push(self, push: m.Push) -> None:
-        self._to_head(push.key, replace(push, values=self._sent_keys.shrink(push.key, push.values)))
-
     def _wake(self, now: float) -> None:
         if now >= self._lease_at and not self.lost:
             self._lease_at = now + self.rules.heartbeat
@@ -259,21 +188,13 @@ class Client:
             if self.reading is not None:
                 self._ask(self.reading.questions())
 
-    def _acked(self, ack: m.Ack) -> None:
-        pushes = self.unacked[ack.key]
-        for seq in [seq for seq in pushes if seq <= ack.seq]:
-            del pushes[seq]
-
     def _nack(self, nack: m.Nack) -> None:
         if nack.reason in ("gap", "keys"):
-            if nack.seq not in self.unacked[nack.key]:
-                return  # said long ago
-            self._sent_keys.forget()
-            self._push_from(nack.key, nack.seq)
+            self._refused(nack)
         elif nack.reason == "retired":
             self.lost = True
         elif self.reading is not None and nack.seq == self.reading.request:
-            for key in self._keys:
+            for key in self.keys:
                 self._to_head(key, m.At(key, self.reading.worker, -1, {}))
             self._begin()
 
@@ -281,13 +202,16 @@ class Client:
         self._requests += 1
         return self._requests
 
-    def _to_head(self, key: int, body: m.Body) -> None:
-        if key in self.view.chains:
-            self._send(self.view.chains[key][0], body)
 
-    def _send(self, target: str, body: Any) -> None:
-        self._out.append(m.Message(self.address, target, self.view.number, body))
-
-    def _flush(self) -> list[m.Message]:
-        out, self._out = self._out, []
-        return out
+def _joined(messages: list[m.Message]) -> list[m.Message]:
+    """Pulls that go where a push of the same range goes, inside of it."""
+    pulls = {(one.target, one.body.key): one.body for one in messages if isinstance(one.body, m.Pull)}
+    joined = []
+    for one in messages:
+        body = one.body
+        if isinstance(body, m.Push):
+            pull = pulls.pop((one.target, body.key), None)
+            joined.append(one if pull is None else replace(one, body=replace(body, pull=pull)))
+        elif not isinstance(body, m.Pull) or (one.target, body.key) in pulls:
+            joined.append(one)
+    return joined

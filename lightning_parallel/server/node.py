@@ -14,11 +14,26 @@ from typing import Any
 import torch
 
 from lightning_parallel.server import messages as m
-from lightning_parallel.server.chain import MANAGER, Replica
+from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.history import Memory, Range
+from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.rules import Rules
 
 EARLY = 1024  # messages of a view to come that are kept
+
+_ACTIONS: dict[type, Callable[[Replica, str, Any, float], None]] = {
+    m.Push: lambda replica, source, body, now: replica.on_push(source, body, now),
+    m.Pull: lambda replica, source, body, now: replica.on_pull(body),
+    m.Append: lambda replica, source, body, now: replica.on_append(source, body, now),
+    m.Committed: lambda replica, source, body, now: replica.on_committed(body, now),
+    m.Seed: lambda replica, source, body, now: replica.on_seed(body, now),
+    m.Begin: lambda replica, source, body, now: replica.on_begin(body, now),
+    m.Call: lambda replica, source, body, now: replica.on_call(source, body, now),
+    m.Hold: lambda replica, source, body, now: replica.on_hold(body, now),
+    m.At: lambda replica, source, body, now: replica.on_at(source, body, now),
+    m.Drain: lambda replica, source, body, now: replica.on_drain(now),
+    m.Want: lambda replica, source, body, now: replica.on_want(source, body),
+}
 
 
 class Server:
@@ -106,28 +121,9 @@ class Server:
         replica = self.replicas.get(getattr(body, "key", -1))
         if replica is None:
             return
-        actions: dict[type, Callable[[], Any]] = {
-            m.Push: lambda: replica.on_push(source, body, now),
-            m.Pull: lambda: self._pull(replica, body),
-            m.Append: lambda: replica.on_append(source, body, now),
-            m.Committed: lambda: replica.on_committed(body, now),
-            m.Seed: lambda: replica.on_seed(body, now),
-            m.Begin: lambda: replica.on_begin(body, now),
-            m.Call: lambda: replica.on_call(source, body, now),
-            m.Hold: lambda: replica.on_hold(body, now),
-            m.At: lambda: replica.on_at(source, body, now),
-            m.Drain: lambda: replica.on_drain(now),
-            m.Want: lambda: replica.on_want(source, body),
-        }
-        action = actions.get(type(body))
+        action = _ACTIONS.get(type(body))
         if action is not None:
-            action()
-
-    def _pull(self, replica: Replica, pull: m.Pull) -> None:
-        if replica.is_tail:
-            for worker, rows in replica.reader.pull(pull):
-                if worker in self.view.workers:
-                    self._send(self.view.workers[worker], rows)
+            action(replica, source, body, now)
 
     def _adopt(self, view: m.View, now: float) -> None:
         if view.number <= self.view.number:
@@ -152,7 +148,7 @@ class Server:
             self.replicas[copy.key].on_copy(source, copy, now)
         elif copy.key in self._copying:
             replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update, self.memory))
-            replica.view = self.view
+            replica.enter(self.view)
             replica.tell_copied()
 
     def _wake(self, now: float) -> None:

@@ -40,6 +40,7 @@ class Push:
     values: Values | None = None
     others: int = 0  # pushes of other workers in the weights that it was computed from
     lr: float | None = None
+    pull: Pull | None = None  # what the worker asks next, where the head is the tail as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,14 @@ class Session:
             LeaseLostError: the manager took this worker for gone.
             TimeoutError: no answer came in time.
         """
-        self._do(self.client.pull, lambda: self.client.result is not None)
+        self._do(self.client.pull, self._has_result)
+        return self._result
+
+    def _has_result(self) -> bool:
+        return self.client.result is not None
+
+    @property
+    def _result(self) -> Result:
         assert self.client.result is not None
         return self.client.result
 
@@ -63,6 +70,19 @@ class Session:
         """
         self._do(lambda now: [], lambda: self.client.may_push)
         self._do(lambda now: self.client.push(vector, now, tick, lr, copy))
+
+    def push_pull(
+        self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True
+    ) -> Result:
+        """Send an update and return the weights after it: ``push`` and ``pull`` in one round trip where they can be.
+
+        Raises:
+            LeaseLostError: the manager took this worker for gone.
+            TimeoutError: no answer came in time.
+        """
+        self._do(lambda now: [], lambda: self.client.may_push)
+        self._do(lambda now: self.client.push_pull(vector, now, tick, lr, copy), self._has_result)
+        return self._result
 
     def settle(self) -> None:
         """Wait until every push is with all replicas."""

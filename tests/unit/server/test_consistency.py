@@ -170,3 +170,14 @@ def test_numbers_that_mean_nothing_are_refused():
         Layout(4, 5)
     with pytest.raises(ValueError, match=r"Rules got window=0\. Use 1 or more\."):
         Rules(Layout(4), window=0)
+
+
+@pytest.mark.parametrize("rule", [BSP(), SSP(1), ESSP(1)], ids=repr)
+def test_a_push_with_the_pull_after_it_is_one_message_each_way(rule):
+    """Where a range lies on one server; what is read is what two messages would have read."""
+    found = []
+    for joined in (True, False):
+        world = World(adding(ranges=1, consistency=rule, replicas=1), 1, 2, steps=5, joined=joined).run()
+        found.append([[(read.clock, read.result.seqs) for read in worker.reads] for worker in world.workers])
+        found.append(world.network.delivered)
+    assert found[0] == found[2] and found[1] < found[3]
