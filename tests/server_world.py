@@ -130,11 +130,14 @@ class World:
 
     @property
     def running(self) -> list[WorldWorker]:
-        return [w for w in self.workers if not w.finished and not w.client.lost and w.address in self.network.machines]
+        return [worker for worker in self.workers if self.is_running(worker)]
+
+    def is_running(self, worker: WorldWorker) -> bool:
+        return not worker.finished and not worker.client.lost and worker.address in self.network.machines
 
     def run(self, limit: int = 200_000) -> World:
         """To the end: every worker that lives has finished, and its last messages have arrived."""
-        self.network.run(until=lambda: not self.running, limit=limit)
+        self.network.run(until=lambda: not any(map(self.is_running, self.workers)), limit=limit)
         assert not self.running, f"stuck at {self.network.now} s"
         return self
 

@@ -73,7 +73,8 @@ class Intake:
             return Nack(push.key, "keys", push.seq)
         if not fits(values, self.part.length):
             return Nack(push.key, "malformed", push.seq)
-        push = replace(push, values=values)
+        if values is not push.values:
+            push = replace(push, values=values)
         self.taken[push.worker] = push.seq
         self.since = self.since if self.pending else now
         self.pending.append(push)
@@ -130,9 +131,12 @@ class Intake:
 
     def due(self, now: float) -> Iterator[Entry]:
         """The entries that can be made now. The caller applies each before it asks for the next."""
-        while (group := self._group(now)) is not None:
-            chosen = {id(push) for push in group}
-            self.pending = [push for push in self.pending if id(push) not in chosen]
+        while self.pending and (group := self._group(now)) is not None:
+            if len(group) == len(self.pending):
+                self.pending = []
+            else:
+                chosen = {id(push) for push in group}
+                self.pending = [push for push in self.pending if id(push) not in chosen]
             self.since = now
             yield self._entry(group)
         if self.at is not None and self.part.covers(self.at.target):
@@ -150,9 +154,13 @@ class Intake:
             return None
         if self.rules.consistency.gathers:
             return self._clock(ready)
-        full = len(ready) >= self.rules.aggregate or {push.worker for push in ready} >= set(self.part.clocks)
-        late = now >= self.since + self.rules.flush_after
-        return ready[: self.rules.aggregate] if full or late or self.at else None
+        return ready[: self.rules.aggregate] if self._is_due(ready, now) else None
+
+    def _is_due(self, ready: Sequence[Push], now: float) -> bool:
+        """Whether pushes are enough for an entry, all that can come now, late, or asked for by a reader."""
+        if len(ready) >= self.rules.aggregate or self.at is not None:
+            return True
+        return now >= self.since + self.rules.flush_after or {push.worker for push in ready} >= set(self.part.clocks)
 
     def _clock(self, ready: Sequence[Push]) -> list[Push] | None:
         """The pushes of the next clock in the order of workers, once every active worker has made its own."""

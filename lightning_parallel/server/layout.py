@@ -63,6 +63,8 @@ class Layout:
         """
         if vector.numel() != self.size:
             raise ValueError(f"The table has {self.size} elements, got {vector.numel()}. Flatten all parameters.")
+        if self.num_ranges == 1:
+            return [vector]
         return [vector[start:end] for start, end in self.bounds]
 
     def join(self, parts: Mapping[int, Tensor]) -> Tensor:

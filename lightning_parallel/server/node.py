@@ -111,7 +111,12 @@ class Server:
         """When ``Wake`` is due next."""
         if self.lost:
             return None
-        return min([self._lease_at, *(at for r in self.replicas.values() if (at := r.wake_at) is not None)])
+        due = self._lease_at
+        for replica in self.replicas.values():
+            at = replica.wake_at
+            if at is not None and at < due:
+                due = at
+        return due
 
     def _react(self, message: m.Message, now: float) -> None:
         body, source = message.body, message.source

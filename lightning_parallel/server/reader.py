@@ -44,6 +44,8 @@ class Reader:
 
     def answers(self) -> list[tuple[int, Rows]]:
         """The answers to all reads that may be answered now, as (worker, rows)."""
+        if not self.parked:
+            return []
         ready = [pull for pull in self.parked.values() if self.may_answer(pull)]
         for pull in ready:
             del self.parked[pull.worker]

@@ -122,5 +122,7 @@ class Reading:
 
 
 def _differing(rows: dict[int, m.Rows]) -> list[int]:
+    if len(rows) < 2:
+        return []
     workers = {worker for part in rows.values() for worker in part.seqs}
     return [w for w in workers if len({part.seqs.get(w, 0) for part in rows.values()}) > 1]

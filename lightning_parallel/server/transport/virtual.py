@@ -59,7 +59,7 @@ class VirtualNetwork:
         self.cut: set[tuple[str, str]] = set()  # (source, target) between which nothing passes
         self.stopped: dict[str, list[Message]] = {}  # processes that are stopped, and what waits for them
         self.delivered = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Message | Callable[[], None]]] = []
         self._order = itertools.count()
         self._arrivals: dict[tuple[str, str], float] = {}
         self._wakes: dict[str, float] = {}
@@ -92,11 +92,11 @@ class VirtualNetwork:
         """Put messages on their way."""
         for message in messages:
             for _ in range(self.fate(message)):
-                link = (message.source, message.target)
                 arrival = self.now + self.delay(message)
                 if self.ordered:
+                    link = (message.source, message.target)
                     arrival = self._arrivals[link] = max(arrival, self._arrivals.get(link, 0.0))
-                self.at(arrival, lambda message=message: self._deliver(message))  # type: ignore[misc]
+                heapq.heappush(self._heap, (arrival, next(self._order), message))
 
     def run(self, until: Callable[[], bool] = lambda: False, limit: int = 1_000_000) -> None:
         """Go from event to event until none is left, or ``until`` says so.
@@ -108,7 +108,10 @@ class VirtualNetwork:
             if not self._heap or until():
                 return
             self.now, _, event = heapq.heappop(self._heap)
-            event()
+            if isinstance(event, Message):
+                self._deliver(event)
+            else:
+                event()
         raise TimeoutError(f"{limit} events have happened and the run is not at its end, at {self.now} s.")
 
     def _deliver(self, message: Message) -> None:
