@@ -2,17 +2,16 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.namespaces import HOSTS, Host, two_hosts
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
-HOSTS = {"one": "10.213.7.1", "two": "10.213.7.2"}
 SCRIPT = """
 import sys, torch
 from lightning_parallel.strategies import PipelineStrategy
@@ -34,72 +33,30 @@ print(f"rank {trainer.global_rank} node {trainer.node_rank} stage {trainer.strat
 """
 
 
-@dataclass
-class Host:
-    """A network namespace."""
-
-    name: str
-    namespace: str
-
-    def start(self, script: Path, number: int, *arguments: str) -> subprocess.Popen:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-        meet = ["--node-rank", str(number), "--master-addr", HOSTS["one"], "--master-port", "29511"]
-        environment = {
-            **os.environ, "GLOO_SOCKET_IFNAME": f"lp-{self.name}", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }  # fmt: skip
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *torchrun, *meet, str(script), *arguments],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def start(host: Host, script: Path, number: int, *arguments: str) -> subprocess.Popen:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    meet = ["--node-rank", str(number), "--master-addr", HOSTS["one"], "--master-port", "29511"]
+    environment = {
+        **os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host.namespace, *torchrun, *meet, str(script), *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    """Two namespaces with a cable between them; skipped where this process may not make any."""
-    made = [Host(name, f"lp-{os.getpid()}-{name}") for name in HOSTS]
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the command ip")
-    try:
-        for host in made:
-            ip("netns", "add", host.namespace)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr!r}")
-    try:
-        first, second = made
-        ip(
-            "-n",
-            first.namespace,
-            "link",
-            "add",
-            "lp-one",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "lp-two",
-            "netns",
-            second.namespace,
-        )
-        for host in made:
-            ip("-n", host.namespace, "addr", "add", f"{HOSTS[host.name]}/24", "dev", f"lp-{host.name}")
-            ip("-n", host.namespace, "link", "set", f"lp-{host.name}", "up")
-            ip("-n", host.namespace, "link", "set", "lo", "up")
+    with two_hosts() as made:
         yield made
-    finally:
-        for host in made:
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
 
 
 def run(hosts: list[Host], folder: Path, *arguments: str) -> list[tuple[int, str]]:
     """Exit status and output of both hosts' torchrun."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    started = [host.start(script, number, *arguments) for number, host in enumerate(hosts)]
+    started = [start(host, script, number, *arguments) for number, host in enumerate(hosts)]
     outputs = [process.communicate(timeout=100)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
