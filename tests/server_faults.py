@@ -53,6 +53,7 @@ class Plan:
     ordered: bool = True
     sparse: bool = False
     joined: bool = False
+    manager_faults: int = 0  # it is started again after a while
 
 
 plans = st.builds(
@@ -72,6 +73,7 @@ plans = st.builds(
     ordered=st.booleans(),
     sparse=st.booleans(),
     joined=st.booleans(),
+    manager_faults=st.integers(0, 1),
 )
 
 
@@ -190,6 +192,8 @@ class Faults(World):
             self.network.at(draw.uniform(0, span), self._break_server)
         for _ in range(plan.worker_faults):
             self.network.at(draw.uniform(0, span), self._break_worker)
+        for _ in range(plan.manager_faults):
+            self.network.at(draw.uniform(0, span), self._break_manager)
         for _ in range(plan.server_joins):
             self.network.at(draw.uniform(0, span), self.add_server)
         for index in range(plan.worker_joins):
@@ -209,6 +213,10 @@ class Faults(World):
             self.network.crash(victim)
             if not chains:
                 self.add_server()  # before the first view the manager waits for so many
+
+    def _break_manager(self) -> None:
+        self.network.crash("manager")
+        self.network.at(self.network.now + self.rng.uniform(0.5, 15.0), self.start_manager)
 
     def _break_worker(self) -> None:
         victims = [worker for worker in self.running if worker.client.view.number]

@@ -13,6 +13,7 @@ import torch
 
 from lightning_parallel.server import AddDelta, Client, Layout, Manager, Result, Rules, Server
 from lightning_parallel.server.messages import Message
+from lightning_parallel.server.roster import Roster
 from lightning_parallel.server.transport.virtual import VirtualNetwork
 
 
@@ -101,8 +102,8 @@ class World:
         size = self.rules.layout.size
         self.initial = torch.zeros(size) if self.initial is None else self.initial
         self.work = self.work or (lambda worker, result: torch.ones(size))
-        self.manager = Manager(self.rules, self.num_servers, self.num_workers)
-        self.network.add(self.manager, [])
+        self.roster: Roster | None = None  # the manager's log
+        self.start_manager()
         self.servers: dict[str, Server] = {}
         self.workers: list[WorldWorker] = []
         self.finished: list[WorldWorker] = []
@@ -110,6 +111,16 @@ class World:
             self.add_server()
         for index in range(self.num_workers):
             self.add_worker(f"w{index}")
+
+    def start_manager(self) -> None:
+        """The first one, or one that goes on from the log of the one before."""
+        self.manager = Manager(
+            self.rules, self.num_servers, self.num_workers, roster=self.roster, journal=self.write_roster
+        )
+        self.network.add(self.manager, self.manager.start(self.network.now))
+
+    def write_roster(self, roster: Roster) -> None:
+        self.roster = roster
 
     def add_server(self) -> str:
         address = f"s{len(self.servers)}"

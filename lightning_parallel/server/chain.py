@@ -181,8 +181,9 @@ class Place:
             if worker not in told:
                 self._tell(worker, Ack(self.part.key, seq))
         if entry.call is not None:
-            request, value = self.part.calls[entry.call[0]]
-            self.send(entry.call[0], Value(self.part.key, request, value))
+            caller, request, _, portion, *_ = entry.call
+            value = 0.0 if portion >= 0 else self.part.calls[caller][1]
+            self.send(caller, Value(self.part.key, request, value))
         for server in self.chain[:-1]:
             self.send(server, Committed(self.part.key, entry.lsn))
         for worker, rows in answers:

@@ -21,7 +21,7 @@ from lightning_parallel.server.updates import Update
 
 Memory = Callable[[int], Tensor]  # gives so many zeros, float32
 
-COUNTERS = ("lsn", "version", "steps", "dropped", "view")
+COUNTERS = ("lsn", "version", "steps", "dropped", "view", "batch")
 
 
 class Range:
@@ -47,11 +47,12 @@ class Range:
         self.weights, self.state = memory(length), update.state(length)
         self.clocks, self.seqs = VectorClock(), dict[int, int]()
         self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
-        self.lsn = self.version = self.steps = self.dropped = self.view = 0
+        self.lsn = self.version = self.steps = self.dropped = self.view = self.batch = 0
         self.seeded = False
         self._loan: Callable[[], Tensor | None] = lambda: None
         self.vectors: dict[str, Tensor] = {}
         self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
+        self.counted = set[int]()  # portions of the batch in hand whose results are in
 
     def apply(self, entry: Entry) -> None:
         """Take the next step of the history."""
@@ -63,8 +64,7 @@ class Range:
             self.weights.copy_(entry.seed)
             self.seeded = True
         if entry.call is not None:
-            caller, request, *words = entry.call
-            self._call(caller, request, tuple(words), entry.push)
+            self._call(*entry.call[:4], tuple(entry.call[4:]), entry.push)
         elif entry.push is not None:
             self.steps += 1
             self.update.apply(self.weights, self.state, decode(entry.push), self.steps, entry.lr)
@@ -73,14 +73,21 @@ class Range:
         self.view = entry.view or self.view
         self._count(entry)
 
-    def _call(self, caller: str, request: int, words: tuple[str | float, ...], values: Values | None) -> None:
+    def _call(
+        self, caller: str, request: int, batch: int, portion: int, words: tuple[str | float, ...], values: Values | None
+    ) -> None:
         if "x" not in self.vectors:
             self.vectors["x"] = self.weights.to(torch.float64)
         vector = None if values is None else decode(values)
         value = perform(self.vectors, words, vector)
         if words[0] == "store":
             self.weights.copy_(self.vectors["x"])
+        if portion >= 0:
+            self.counted.add(portion)
+            return
         self.calls[caller] = (request, value)
+        if batch > self.batch:
+            self.batch, self.counted = batch, set()
 
     def _count(self, entry: Entry) -> None:
         for worker in entry.joined:
@@ -121,7 +128,8 @@ class Range:
         numbers |= {"seeded": int(self.seeded), "floor": self.clocks.floor}
         tensors = {"weights": self.weights.clone(), **{f"state.{k}": v.clone() for k, v in self.state.items()}}
         tensors |= {f"vector.{name}": vector.clone() for name, vector in self.vectors.items()}
-        return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left, dict(self.calls))
+        calls, counted = dict(self.calls), tuple(sorted(self.counted))
+        return Copy(self.key, numbers, tensors, dict(self.seqs), self.clocks.copy(), self.left, calls, counted)
 
     @classmethod
     def of(cls, copy: Copy, update: Update, memory: Memory = torch.zeros) -> Range:
@@ -135,5 +143,5 @@ class Range:
             setattr(part, name, copy.numbers[name])
         part.seeded = bool(copy.numbers["seeded"])
         part.clocks, part.seqs = VectorClock(copy.clocks, copy.numbers["floor"]), dict(copy.seqs)
-        part.left, part.calls = copy.left, dict(copy.calls)
+        part.left, part.calls, part.counted = copy.left, dict(copy.calls), set(copy.counted)
         return part

@@ -24,6 +24,7 @@ from lightning_parallel.server.client import Client
 from lightning_parallel.server.filters import Filters
 from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
+from lightning_parallel.server.roster import RosterLog
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
 from lightning_parallel.server.transport.keys import Keys
@@ -122,8 +123,11 @@ class Job:
         return thread
 
     def manage(self) -> None:
-        """Be the manager until the process ends."""
-        node = self.node(Manager(self.rules, self.num_servers, self.num_workers, self.token), self.manager)
+        """Be the manager until the process ends; started again, it goes on where the last one was."""
+        log = RosterLog(self.folder / "manager.log")
+        manager = Manager(self.rules, self.num_servers, self.num_workers, self.token, log.read(), log.append)
+        node = self.node(manager, self.manager)
+        node.send(manager.start(node.now()))
         node.run(until=lambda: False)
 
 
@@ -142,6 +146,10 @@ class Launch:
     def start_server(self, name: str, log: Path | None = None) -> BaseProcess:
         """Fork one more server."""
         return self._fork(name, self.job.serve, (name, log))
+
+    def start_manager(self) -> BaseProcess:
+        """Fork the manager, the first one or one after it."""
+        return self._fork(MANAGER, self.job.manage)
 
     def _fork(self, name: str, target: object, args: tuple[object, ...] = ()) -> BaseProcess:
         process = _fork.Process(target=_child, args=(target, *args), name=name, daemon=True)
@@ -192,7 +200,7 @@ def launch(
     shared = _in_memory(folder.name) if slab_bytes and not host else None
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
     started = Launch(job)
-    started._fork(MANAGER, job.manage)
+    started.start_manager()
     for index in range(0 if colocated else num_servers):
         started.start_server(f"s{index}", log)
     return started

@@ -1,37 +1,29 @@
 """The manager: who takes part, under which number, and where the ranges lie.
 
 The one idea: all that it knows is one ``View``; whoever comes, goes or falls silent makes the next one, with a number
-higher by one, and everybody is told. Whoever answers under an older number is told again. Left out: weights, clocks,
-pushes: training does not pass through here.
+higher by one, and everybody is told. Whoever answers under an older number is told again. What it knows is written to a
+log before anybody is told, so that one that is started again goes on (``roster.py``). Left out: weights, clocks, pushes:
+training does not pass through here.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.moves import Join, Reorder, next_step, survivors
 from lightning_parallel.server.ring import Ring
+from lightning_parallel.server.roster import Member, Roster
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.sharing import Sharing
 
 
 class RangeLostError(RuntimeError):
     """Every server of a range is gone, and its weights with them."""
-
-
-@dataclass
-class Member:
-    """A process that the manager knows."""
-
-    role: str
-    name: str
-    expires: float
-    endpoint: str = ""
-    worker: int | None = None
 
 
 class Manager:
@@ -42,18 +34,38 @@ class Manager:
         num_servers: servers that must be there before the first view.
         num_workers: workers that must be there before any starts; later ones join in the run.
         token: what a ``Hello`` must carry.
+        roster: what a manager that is gone knew, to go on from.
+        journal: takes what this one knows, whenever that changes and before anybody is told.
     """
 
-    def __init__(self, rules: Rules, num_servers: int, num_workers: int, token: str = "") -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        num_servers: int,
+        num_workers: int,
+        token: str = "",
+        roster: Roster | None = None,
+        journal: Callable[[Roster], None] | None = None,
+    ) -> None:
         self.rules, self.num_servers, self.num_workers, self.token = rules, num_servers, num_workers, token
-        self.members: dict[str, Member] = {}
-        self.view = m.View()
-        self.address = MANAGER
-        self.gone: list[str] = []  # addresses in the order in which they left, for reports
-        self._workers = 0  # numbers given out
-        self._holds: dict[str, dict[int, int]] = {}  # what servers brought from a log
+        self.journal, self.address = journal, MANAGER
+        roster = roster or Roster()
+        self.view, self.members = roster.view, dict(roster.members)
+        self.gone = list(roster.gone)  # addresses in the order in which they left
+        self._workers = roster.workers  # numbers given out
+        self._expires: dict[str, float] = {}
         self._ring: Ring | None = None  # of the servers that are there now
+        self._changed = False
         self._out: list[m.Message] = []
+        self.sharing = Sharing(self._send)
+
+    def start(self, now: float) -> list[m.Message]:
+        """Tell the members that a log has named, if any, where things stand; their leases begin."""
+        self._expires = dict.fromkeys(self.members, now + self.rules.lease)
+        for address in self.members if self._started else ():
+            self._send(address, self.view)
+        self._drain(self.view.chains)
+        return self._flush()
 
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``.
@@ -69,15 +81,20 @@ class Manager:
         elif source not in self.members:
             self._send(source, m.Refused("unknown"))
         else:
-            self.members[source].expires = now + self.rules.lease
+            self._expires[source] = now + self.rules.lease
             self._member_says(message)
-        out, self._out = self._out, []
+        return self._flush()
+
+    def _flush(self) -> list[m.Message]:
+        if self._changed and self.journal is not None:
+            self.journal(Roster(self.view, dict(self.members), tuple(self.gone), self._workers))
+        self._changed, out, self._out = False, self._out, []
         return out
 
     @property
     def wake_at(self) -> float | None:
         """When the next lease ends."""
-        return min((member.expires for member in self.members.values()), default=None)
+        return min(self._expires.values(), default=None)
 
     def alive(self, role: str) -> list[str]:
         """Addresses of the members of a role."""
@@ -89,6 +106,8 @@ class Manager:
             self._remove([source])
         elif message.view < self.view.number and self._started:
             self._send(source, self.view)
+        elif isinstance(body, (m.Batch, m.Idle, m.Finished)):
+            self.sharing.handle(source, body)
         elif isinstance(body, m.Copied) and self.view.joining.get(body.key) == source:
             self._next(chains={body.key: (*self.view.chains[body.key], source)})
         elif isinstance(body, m.Drained) and source == self.view.chains[body.key][0]:
@@ -107,10 +126,10 @@ class Manager:
             self._send(source, m.Refused("gone"))
 
     def _admit(self, source: str, hello: m.Hello, now: float) -> None:
-        member = Member(hello.role, hello.name, now + self.rules.lease, hello.endpoint)
+        member = Member(hello.role, hello.name, hello.endpoint, None, hello.holds)
         same = [a for a, other in self.members.items() if (other.role, other.name) == (member.role, member.name)]
-        self.members[source], self._ring = member, None
-        self._holds[source] = dict(hello.holds)
+        self.members[source], self._ring, self._changed = member, None, True
+        self._expires[source] = now + self.rules.lease
         if not self._started:
             self._workers = max(self._workers, hello.workers)
         self._welcome(source)
@@ -133,15 +152,16 @@ class Manager:
         return self._started or enough
 
     def _expire(self, now: float) -> None:
-        silent = [address for address, member in self.members.items() if now >= member.expires]
+        silent = [address for address, expires in self._expires.items() if now >= expires]
         if silent:
             self._remove(silent)
 
     def _remove(self, addresses: list[str]) -> None:
         for address in addresses:
-            del self.members[address]
-            self._ring = None
+            del self.members[address], self._expires[address]
+            self._ring, self._changed = None, True
             self.gone.append(address)
+            self.sharing.leave(address)
             self._send(address, m.Refused("gone"))
         if self._ready:
             self._next()
@@ -153,16 +173,17 @@ class Manager:
 
     def _next(self, chains: dict[int, tuple[str, ...]] | None = None) -> None:
         """Make the next view and tell everybody."""
-        for member in self.members.values():
+        for address, member in self.members.items():
             if member.role == "worker" and member.worker is None:
                 self._workers += 1  # numbers begin after those in the servers' logs
-                member.worker = self._workers
+                self.members[address] = replace(member, worker=self._workers)
         keys = range(self.rules.layout.num_ranges)
         after = {key: self._chain(key, chains or {}) for key in keys}
         steps = {key: next_step(after[key], self._goal(key)) for key in keys}
         joining = {key: step.server for key, step in steps.items() if isinstance(step, Join)}
         workers = {mem.worker: address for address, mem in self.members.items() if mem.worker is not None}
         endpoints = {address: member.endpoint for address, member in self.members.items() if member.endpoint}
+        self._changed = True
         self.view = m.View(self.view.number + 1, after, joining, workers, endpoints)
         for address in self.members:
             self._send(address, self.view)
@@ -189,7 +210,7 @@ class Manager:
 
     def _first(self, key: int) -> tuple[str, ...]:
         """The first chain of a run: the server that brought the longest history, or the ring's choice."""
-        brought = {a: holds[key] for a, holds in self._holds.items() if key in holds and a in self.members}
+        brought = {a: member.holds[key] for a, member in self.members.items() if key in member.holds}
         return (max(sorted(brought), key=brought.__getitem__),) if brought else self._goal(key)
 
     def _send(self, target: str, body: Any) -> None:

@@ -96,11 +96,16 @@ class Replica(Place):
 
     def on_call(self, source: str, call: Call, now: float) -> None:
         """Do arithmetic once; asked again, only the answer is sent again."""
+        if not self.takes_in or call.batch > self.part.batch and call.portion >= 0:
+            return
         last, value = self.part.calls.get(source, (0, 0.0))
-        if self.takes_in and call.request > last:
-            words = (source, call.request, *call.words)
+        if call.portion >= 0:  # of a batch that is over, it does not count; one that is counted is done
+            over = call.batch < self.part.batch or call.portion in self.part.counted
+            last, value = call.request if over else call.request - 1, 0.0
+        if call.request > last:
+            words = (source, call.request, call.batch, call.portion, *call.words)
             self._take(Entry(self.part.lsn + 1, push=call.values, call=words), now)
-        elif self.takes_in and call.request == last and self.committed == self.part.lsn:
+        elif call.request == last and self.committed == self.part.lsn:
             self.send(source, Value(self.part.key, last, value))
 
     def on_hold(self, hold: Hold, now: float) -> None:

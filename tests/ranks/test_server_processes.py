@@ -46,9 +46,9 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
 class Workers:
     """Forked workers of a job and what they say."""
 
-    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None):
+    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None, first: int = 0):
         self.pipes, self.processes = [], []
-        for index in range(num):
+        for index in range(first, first + num):
             ours, theirs = _fork.Pipe()
             process = _fork.Process(target=count, args=(job, f"w{index}", steps, theirs, hold_at), daemon=True)
             process.start()
@@ -112,6 +112,22 @@ def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
         assert kind == "done" and seqs[worker] == 30
     assert_counts(last[2], last[3])
     assert min(last[2][victim - 1], last[2][4 + victim - 1]) >= 8  # it may have died in a push
+
+
+def test_a_manager_that_is_killed_and_started_again_goes_on():
+    with launch(counting(consistency=SSP(1)), 3, 2) as started:
+        workers = Workers(started.job, steps=20, hold_at=5)
+        workers.hear(0), workers.hear(1)
+        kill(started, "manager")
+        kill(started, "s1")
+        started.start_manager()  # sees that the server is gone, once its lease has ended
+        late = Workers(started.job, steps=3, num=1, first=2)
+        said = [workers.hear(0), workers.hear(1), late.hear(0)]
+        workers.end(), late.end()
+    assert sorted(worker for _, worker, _, _ in said[:2]) == [1, 2] and said[2][1] == 3
+    for (kind, worker, vector, seqs), steps in zip(said, (20, 20, 3), strict=True):
+        assert kind == "done" and seqs[worker] == steps
+        assert_counts(vector, seqs)
 
 
 def test_a_worker_that_is_stopped_past_its_lease_is_fenced():

@@ -24,6 +24,7 @@ from lightning_parallel.server.messages.membership import (
     Refused,
     Wake,
 )
+from lightning_parallel.server.messages.portions import Batch, Counted, Done, Finished, Idle, Portion
 from lightning_parallel.server.messages.replication import Append, Committed, Copy, Want
 from lightning_parallel.server.messages.training import (
     Ack,
@@ -58,6 +59,7 @@ __all__ = [
     "Ack",
     "Append",
     "At",
+    "Batch",
     "Begin",
     "Body",
     "Call",
@@ -65,17 +67,22 @@ __all__ = [
     "Committed",
     "Copied",
     "Copy",
+    "Counted",
+    "Done",
     "Drain",
     "Drained",
     "Entry",
+    "Finished",
     "Held",
     "Hello",
     "Hold",
+    "Idle",
     "Lease",
     "Leave",
     "Marks",
     "Message",
     "Nack",
+    "Portion",
     "Pull",
     "Push",
     "Refused",

@@ -44,3 +44,4 @@ class Copy:
     clocks: dict[int, int]
     left: tuple[int, ...] = ()
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
+    counted: tuple[int, ...] = ()  # portions of the batch in hand

@@ -73,12 +73,18 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arithmetic on a range's named vectors, in order with its updates and done once, see ``sandblaster.py``."""
+    """Arithmetic on a range's named vectors, in order with its updates and done once, see ``sandblaster.py``.
+
+    With a portion it is the result of one, which counts once whoever sends it, and only while its batch is the range's;
+    with a batch alone it begins that batch.
+    """
 
     key: int
     request: int
     words: tuple[Any, ...]
     values: Values | None = None
+    batch: int = 0
+    portion: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,4 +50,4 @@ class Entry:
     left: tuple[int, ...] = ()
     view: int = 0  # first entry of a view, by its head: whoever has it has all that was ever acknowledged
     read: tuple[int, int] | None = None  # (worker, request): the tail answers it at exactly this place
-    call: tuple[Any, ...] | None = None  # (caller, request, words ...): arithmetic on named vectors, sandblaster.py
+    call: tuple[Any, ...] | None = None  # (caller, request, batch, portion, words ...): arithmetic, sandblaster.py

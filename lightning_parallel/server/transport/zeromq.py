@@ -68,7 +68,8 @@ class Node:
         self.patience, self.counts = patience, Counter[str]()
         self.context, self.poller = zmq.Context(), zmq.Poller()
         self.links: dict[str, Link] = {}
-        self._number = self._learnt = 0
+        self._number = time.time_ns()  # of the next message; one that is started again goes on above the last
+        self._learnt = 0
         router = self.context.socket(zmq.ROUTER)
         self.inbox = Inbox(router, job, most, self.counts, SlabReader(shared) if shared else None, borrows)
         if keys is not None:

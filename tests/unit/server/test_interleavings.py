@@ -156,6 +156,29 @@ def test_training_goes_on_without_the_manager():
     world.check_end()
 
 
+def test_a_manager_that_is_started_again_goes_on_with_its_log():
+    world = Faults(Plan(9, rule=2, workers=3, servers=3, server_faults=0, steps=12))
+    before = []
+    world.network.at(3.0, lambda: before.append(world.manager.view) or world.network.crash("manager"))
+    world.network.at(4.0, lambda: world.network.crash("s0"))  # seen by nobody
+    world.network.at(4.5, lambda: world.add_worker("new"))  # must wait
+    world.network.at(8.0, world.start_manager)
+    world.run().settle()
+    world.check_end()
+    assert world.manager.view.number > before[0].number and "s0" in world.manager.gone
+    assert [worker.done for worker in world.workers] == [12] * 4 and world.workers[3].client.worker == 4
+
+
+def test_a_manager_without_its_log_knows_nobody():
+    world = Faults(Plan(9, rule=2, workers=3, servers=3, server_faults=0, steps=50))
+    world.network.run(until=lambda: world.network.now > 3)
+    world.network.crash("manager")
+    world.roster = None
+    world.start_manager()
+    world.network.run(until=lambda: world.network.now > 20)
+    assert all(worker.client.lost for worker in world.workers)
+
+
 def test_servers_that_join_take_ranges_over_and_ranges_of_those_that_leave_find_new_ones():
     world = Faults(Plan(2, rule=2, workers=2, servers=3, ranges=3, server_faults=0, steps=20))
     world.network.at(4.0, world.add_server)
