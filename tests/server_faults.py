@@ -24,9 +24,9 @@ from lightning_parallel.server import (
     Server,
     staleness_bound,
 )
-from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.filters import Filters, SignificantlyModified
 from lightning_parallel.server.messages import Entry
+from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.transport.virtual import VirtualNetwork
 from tests.server_world import Read, World, WorldWorker, random_network
 

@@ -64,7 +64,8 @@ class Range:
             self.weights.copy_(entry.seed)
             self.seeded = True
         if entry.call is not None:
-            self._call(*entry.call[:4], tuple(entry.call[4:]), entry.push)
+            caller, request, batch, portion, *words = entry.call
+            self._call(caller, request, batch, portion, tuple(words), entry.push)
         elif entry.push is not None:
             self.steps += 1
             self.update.apply(self.weights, self.state, decode(entry.push), self.steps, entry.lr)

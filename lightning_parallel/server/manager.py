@@ -1,9 +1,9 @@
 """The manager: who takes part, under which number, and where the ranges lie.
 
 The one idea: all that it knows is one ``View``; whoever comes, goes or falls silent makes the next one, with a number
-higher by one, and everybody is told. Whoever answers under an older number is told again. What it knows is written to a
-log before anybody is told, so that one that is started again goes on (``roster.py``). Left out: weights, clocks, pushes:
-training does not pass through here.
+higher by one, and everybody is told. Whoever answers under an older number is told again. What it knows is in a
+log before anybody is told, so that one that is started again goes on (``roster.py``). Left out: weights, clocks,
+pushes: training does not pass through here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The half of a worker that writes: pushes under way, kept until all replicas have them.
 
-The one idea: a push is numbered and kept until it is acknowledged, and is sent again to whoever heads the range in a new
-view; the servers count, so that it is applied once. Left out: reading (``client.py``), which needs to know of pushes
-only how many there were.
+The one idea: a push is numbered and kept until it is acknowledged, and is sent again to whoever heads the range in a
+new view; the servers count, so that it is applied once. Left out: reading (``client.py``), which needs to know of
+pushes only how many there were.
 """
 
 from __future__ import annotations

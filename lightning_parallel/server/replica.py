@@ -96,7 +96,7 @@ class Replica(Place):
 
     def on_call(self, source: str, call: Call, now: float) -> None:
         """Do arithmetic once; asked again, only the answer is sent again."""
-        if not self.takes_in or call.batch > self.part.batch and call.portion >= 0:
+        if not self.takes_in or (call.batch > self.part.batch and call.portion >= 0):
             return
         last, value = self.part.calls.get(source, (0, 0.0))
         if call.portion >= 0:  # of a batch that is over, it does not count; one that is counted is done

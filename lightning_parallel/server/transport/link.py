@@ -149,7 +149,7 @@ class Link:
             self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.Again:
             return False
-        self.socket.send(content, copy=len(content) < COPY_BELOW)
+        self.socket.send(content, 0, copy=len(content) < COPY_BELOW)
         return True
 
     def _frame(self) -> Frame | None:

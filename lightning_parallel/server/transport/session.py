@@ -71,9 +71,7 @@ class Session:
         self._do(lambda now: [], lambda: self.client.may_push)
         self._do(lambda now: self.client.push(vector, now, tick, lr, copy))
 
-    def push_pull(
-        self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True
-    ) -> Result:
+    def push_pull(self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True) -> Result:
         """Send an update and return the weights after it: ``push`` and ``pull`` in one round trip where they can be.
 
         Raises:

@@ -7,8 +7,8 @@
     Tensor           type and length; its bytes travel behind the meta
     Any              a letter for the type, then a plain value
 
-The one idea: the annotation is the schema, so no byte on the wire says what type a value has, and what is read is of the
-right type or is refused. Left out: what the fields are of (``bodies.py``).
+The one idea: the annotation is the schema, so no byte on the wire says what type a value has, and what is read is of
+the right type or is refused. Left out: what the fields are of (``bodies.py``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def codec(hint: Any) -> Codec:
         return _many(codec(args[0])) if args[-1] is Ellipsis else _pair(args)
     if origin is dict:
         return _map(args)
-    assert is_dataclass(hint), f"no codec for {hint}"
+    assert isinstance(hint, type) and is_dataclass(hint), f"no codec for {hint}"
     return record(hint)
 
 

@@ -66,4 +66,6 @@ def test_a_manager_made_of_the_log_knows_what_the_last_one_knew():
         again = Manager(world.rules, 3, 2, roster=roster)
         told = again.start(0.0)
         assert again.view == view == roster.view and again.members == roster.members
-        assert {message.target for message in told if message.body == view} == (set(roster.members) if view.number else set())
+        assert {message.target for message in told if message.body == view} == (
+            set(roster.members) if view.number else set()
+        )

@@ -135,7 +135,7 @@ def test_a_lone_helper_that_is_lost_leaves_its_portion_to_the_next():
 def test_a_result_of_a_batch_that_is_over_does_not_count():
     job = Job(5, helpers=1)
     late = Helper("late", job.rules)
-    late.portion = Portion(1, 0)
+    late.portion = Portion(1, COUNT)
     job.run()
     job.run()
     late.view = job.caller.view
