@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
-from lightning_parallel.server.wire.fields import Source, record
+from lightning_parallel.server.wire.fields import record
 from lightning_parallel.server.wire.header import WireError
+from lightning_parallel.server.wire.plain import Source
 
 BODIES: tuple[type, ...] = (
     m.View, m.Seed, m.Push, m.Begin, m.Hold, m.At, m.Pull, m.Rows, m.Held, m.Ack, m.Nack, m.Append, m.Committed, m.Copy,
