@@ -142,8 +142,9 @@ def pyzmq(port: int, size: int) -> Iterator[Trip]:
 
 def carried(message: Message) -> Message:
     """A message to bytes and back."""
-    ((raw, content),) = cut(message, 1, 1)
-    return whole(wire.unpack_header(raw, content), content, 1 << 30)
+    ((_, frame),) = cut(message, 1, 1)
+    content = frame[wire.HEADER.size :]
+    return whole(wire.unpack_header(frame[: wire.HEADER.size], content), content, 1 << 30)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lightning_parallel.server.wire import Header, WireError
 FRAME_BYTES = 1 << 20
 INLINE_BYTES = 1 << 15  # payloads up to that travel behind the meta, in frame 0
 
-Frame = tuple[bytes, bytes | memoryview]
+Frame = tuple[bytes, bytes | memoryview]  # the header, empty where it begins the content; the content
 Encoded = tuple[int, bytes, list[Tensor]]  # op, meta, tensors
 
 
@@ -34,12 +34,14 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def cut(message: Message, job: int, number: int) -> Iterator[Frame]:
-    """The frames of a message: pairs of header and content. The tensors' memory is read when a frame is taken."""
+    """The frames of a message, each of one part or two; tensors' memory is read when a frame is taken."""
     return frames(wire.encode(message), job, number)
 
 
 def frames(encoded: Encoded, job: int, number: int, place: int | None = None) -> Iterator[Frame]:
     """The frames of what ``wire.encode`` gave.
+
+    Frame 0 is one part, header and meta and a small payload; those after it are two, header and content.
 
     Args:
         encoded: op, meta, tensors.
@@ -49,16 +51,16 @@ def frames(encoded: Encoded, job: int, number: int, place: int | None = None) ->
     """
     op, meta, tensors = encoded
     if place is not None:
-        yield Header(op, wire.SLAB, job, number, 0, 1, len(meta), place).pack(meta), meta
+        yield b"", Header(op, wire.SLAB, job, number, 0, 1, len(meta), place).pack(meta) + meta
         return
     total = sum(tensor.nbytes for tensor in tensors)
     if total <= INLINE_BYTES:
-        content = b"".join((meta, *map(view_bytes, tensors)))
-        yield Header(op, 0, job, number, 0, 1, len(meta), total).pack(meta), content
+        header = Header(op, 0, job, number, 0, 1, len(meta), total).pack(meta)
+        yield b"", b"".join((header, meta, *map(view_bytes, tensors)))
         return
     pieces = [piece for tensor in tensors for piece in _pieces(view_bytes(tensor), FRAME_BYTES)]
     count = 1 + len(pieces)
-    yield Header(op, 0, job, number, 0, count, len(meta), total).pack(meta), meta
+    yield b"", Header(op, 0, job, number, 0, count, len(meta), total).pack(meta) + meta
     for index, piece in enumerate(pieces):
         yield Header(op, 0, job, number, index + 1, count, 0, len(piece)).pack(), piece
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from typing import cast
 
 import zmq
 
@@ -20,6 +19,7 @@ from lightning_parallel.server.transport.link import FRAMES, FRESH_CREDIT, credi
 from lightning_parallel.server.transport.slab import SlabReader
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
+NOBLOCK, RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)  # pyzmq's own are slow to calculate with
 PEERS = 1024  # peers of which something half arrived is kept at most
 BORROWED = (wire.BODIES.index(m.Push), wire.BODIES.index(m.Append))  # what is soon forgotten: read where it lies
 
@@ -73,7 +73,7 @@ class Inbox:
         wait = -int(-1e3 * seconds // 1)
         try:
             if wait <= 0:
-                return self.router.recv(zmq.NOBLOCK) if self._has_more else None
+                return self.router.recv(NOBLOCK)
             if wait != self._wait:
                 self.router.set(zmq.RCVTIMEO, wait)
                 self._wait = wait
@@ -81,43 +81,27 @@ class Inbox:
         except zmq.Again:
             return None
 
-    @property
-    def _has_more(self) -> bool:
-        return bool(cast(int, self.router.get(zmq.EVENTS)) & zmq.POLLIN)
-
     def _checked(self, peer: bytes) -> m.Message | None:
         try:
-            return self._receive(peer)
+            raw = self.router.recv()  # an identity never comes alone
+            if self.router.get(RCVMORE):
+                return self._go_on(peer, unpack_header(raw))
+            content = raw[wire.HEADER.size :]
+            return self._begin(peer, unpack_header(raw[: wire.HEADER.size], content), content)
         except WireError as error:
             self.counts["refused"] += 1
             self.counts[f"refused: {error}"[:60]] += 1
             self.assemblies.pop(peer, None)
-            return None
-        finally:
-            while self.router.get(zmq.RCVMORE):
+            while self.router.get(RCVMORE):
                 self.router.recv()
-
-    def _receive(self, peer: bytes) -> m.Message | None:
-        raw = self._part("a frame without a header")
-        if len(raw) == wire.HEADER.size and wire.HEADER.unpack(raw)[6]:
-            return self._go_on(peer, unpack_header(raw))
-        content = self._part("a frame without content")
-        header = unpack_header(raw, content)
-        self._check(header)
-        if self.router.get(zmq.RCVMORE):
-            raise WireError("more parts than a frame has")
-        return self._begin(peer, header, content)
-
-    def _part(self, otherwise: str) -> bytes:
-        if not self.router.get(zmq.RCVMORE):
-            raise WireError(otherwise)
-        return self.router.recv()
+            return None
 
     def _check(self, header: Header) -> None:
         if header.job != self.job:
             raise WireError("of another job")
 
     def _begin(self, peer: bytes, header: Header, content: bytes) -> m.Message | None:
+        self._check(header)
         if header.number <= self._last.get(peer, 0):
             raise WireError("a message that came before")
         if len(self.assemblies) >= PEERS:
@@ -133,10 +117,10 @@ class Inbox:
     def _go_on(self, peer: bytes, header: Header) -> m.Message | None:
         self._check(header)
         assembly = self.assemblies.get(peer)
-        if assembly is None or not self.router.get(zmq.RCVMORE):
+        if assembly is None:
             raise WireError("a frame of no message")
         place = assembly.place(header)
-        if self.router.recv_into(place) != len(place):
+        if self.router.recv_into(place) != len(place) or self.router.get(RCVMORE):
             raise WireError("a frame is not as long as its header says")
         self._owe(peer, weight(place))
         return self._finished(peer, assembly)

@@ -26,6 +26,7 @@ CREDIT = 255  # op of a credit: ``payload`` bytes may be sent, the place of mess
 WINDOW, FRESH_CREDIT = 8 << 20, 2 << 20
 LEAST_WEIGHT = 1 << 14  # bytes that the smallest frame counts for
 FRAMES = 32  # frames that a socket keeps at most
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # pyzmq's own are slow to calculate with
 QUEUE = 256  # messages that wait for one peer at most
 COPY_BELOW = 1 << 16  # bytes of a frame below which handing over memory costs more than a copy
 SLAB_FROM = 1 << 14  # bytes from which shared memory is used
@@ -146,7 +147,10 @@ class Link:
 
     def _send(self, header: bytes, content: bytes | memoryview) -> bool:
         try:
-            self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            if not header:
+                self.socket.send(content, NOBLOCK)
+                return True
+            self.socket.send(header, NOBLOCK | SNDMORE)
         except zmq.Again:
             return False
         self.socket.send(content, 0, copy=len(content) < COPY_BELOW)
@@ -176,7 +180,7 @@ class Link:
         """Take the credits that have come."""
         while True:
             try:
-                header = unpack_header(self.socket.recv(zmq.NOBLOCK))
+                header = unpack_header(self.socket.recv(NOBLOCK))
             except zmq.Again:
                 return
             except WireError:

@@ -121,4 +121,5 @@ class Session:
     def _keep_lease(self) -> None:
         while not self._over.wait(min(0.2, self.client.rules.heartbeat / 2)):
             with self._lock:
-                self.node.pump(0.0)
+                while self.node.pump(0.0):
+                    pass

@@ -25,8 +25,6 @@ from lightning_parallel.server.transport.link import Link
 from lightning_parallel.server.transport.slab import Slab, SlabReader
 from lightning_parallel.server.transport.virtual import Machine
 
-AT_ONCE = 64  # messages that are handled before anything else is looked at
-
 
 class Node:
     """A state machine with sockets.
@@ -118,8 +116,8 @@ class Node:
         """Seconds, of a clock that never goes back."""
         return time.monotonic()
 
-    def pump(self, timeout: float) -> None:
-        """Wait at most so many seconds for something, and react to all that is there."""
+    def pump(self, timeout: float) -> bool:
+        """Wait at most so many seconds for a message, and react; whether there was one."""
         due = self.machine.wake_at
         wait = timeout if due is None else min(timeout, max(0.0, due - self.now()))
         links = list(self.links.values())
@@ -133,20 +131,19 @@ class Node:
                 link.credits()
             if link.has_more:
                 link.push()
-        self._handle(message)
+        got = message is not None
+        if message is not None:
+            self._handle(message)
+        del message  # and with it what it has borrowed
+        self.inbox.give_back()
         if due is not None and self.now() >= due:
             self.send(self.machine.handle(m.Message("", self.machine.address, 0, m.Wake()), self.now()))
+        return got
 
-    def _handle(self, message: m.Message | None) -> None:
-        """React to a message, and to those behind it."""
-        for _ in range(AT_ONCE):
-            if message is None:
-                break
-            if isinstance(message.body, m.Hello) and message.body.endpoint:
-                self.book.setdefault(message.source, message.body.endpoint)
-            self.send(self.machine.handle(message, self.now()))
-            message = self.inbox.receive(0.0)
-        self.inbox.give_back()
+    def _handle(self, message: m.Message) -> None:
+        if isinstance(message.body, m.Hello) and message.body.endpoint:
+            self.book.setdefault(message.source, message.body.endpoint)
+        self.send(self.machine.handle(message, self.now()))
 
     def run(self, until: Callable[[], bool]) -> None:
         """Pump until something is the case."""

@@ -39,11 +39,23 @@ def same(a, b) -> bool:
     return a == b
 
 
+def opened(first: bytes) -> tuple[Header, bytes]:
+    """Header and content of a frame 0."""
+    content = first[HEADER.size :]
+    return wire.unpack_header(first[: HEADER.size], content), content
+
+
+def parts(frame: tuple) -> list[bytes]:
+    """A frame as a socket sends it."""
+    return [bytes(part) for part in frame if len(part)]
+
+
 def assemble(frames) -> m.Message:
-    (first, content), *rest = frames
+    (_, first), *rest = frames
+    header, content = opened(first)
     if not rest:
-        return whole(wire.unpack_header(first, content), content, 1 << 30)
-    assembly = Assembly(wire.unpack_header(first, content), content, 1 << 30)
+        return whole(header, content, 1 << 30)
+    assembly = Assembly(header, content, 1 << 30)
     for header, content in rest:
         assembly.place(wire.unpack_header(header))[:] = content
     assert assembly.is_whole
@@ -67,10 +79,10 @@ def test_a_large_message_is_cut_to_a_megabyte():
 
 def test_what_is_announced_is_not_allocated_beyond_the_limit():
     for length, arrive in ((1000, whole), (100_000, Assembly)):
-        (first, content), *_ = cut(m.Message("a", "b", 0, m.Seed(0, torch.zeros(length))), 1, 1)
+        (_, first), *_ = cut(m.Message("a", "b", 0, m.Seed(0, torch.zeros(length))), 1, 1)
         size = 4 * length
         with pytest.raises(WireError, match=f"a message of {size} bytes; at most {size - 1} are taken"):
-            arrive(wire.unpack_header(first, content), content, size - 1)
+            arrive(*opened(first), size - 1)
 
 
 def test_values_that_are_not_those_of_a_message_are_refused():
@@ -109,31 +121,25 @@ class Deaf:
 
 def rubbish(rng: random.Random, job: int) -> list[bytes]:
     """Frames that are nearly right, or not at all."""
-    body = rng.choice(BODIES)
-    header, content = rng.choice(list(cut(m.Message("peer", "deaf", 0, body), job, rng.randrange(1, 1 << 40))))
-    parts = [bytearray(header), bytearray(content)]
+    frame = rng.choice(list(cut(m.Message("peer", "deaf", 0, rng.choice(BODIES)), job, rng.randrange(1, 1 << 40))))
+    first, *rest = (bytearray(part) for part in parts(frame))
     kind = rng.randrange(7)
     if kind == 0:
-        place = rng.randrange(HEADER.size)
-        parts[0][place] ^= 1 << rng.randrange(8)
+        first[rng.randrange(HEADER.size)] ^= 1 << rng.randrange(8)
     elif kind == 1:
-        parts[0] = parts[0][: rng.randrange(HEADER.size)]
+        first = first[: rng.randrange(HEADER.size)]
     elif kind == 2:
-        parts = [bytearray(rng.randbytes(rng.randrange(200))) for _ in range(rng.randrange(1, 4))]
+        first, *rest = (bytearray(rng.randbytes(rng.randrange(200))) for _ in range(rng.randrange(1, 4)))
     elif kind == 3:
-        parts.append(bytearray(b"more"))
-        parts[1] = parts[1][:-1] + b"?"
+        rest.append(bytearray(b"more"))
     elif kind == 4:  # the meta is rubbish, and the checksum right
         meta = rng.randbytes(rng.randrange(80))
-        parts = [bytearray(Header(rng.randrange(300) % 256, 0, job, 5, 0, 1, len(meta), 0).pack(meta)), bytearray(meta)]
+        first = bytearray(Header(rng.randrange(256), 0, job, 5, 0, 1, len(meta), 0).pack(meta) + meta)
     elif kind == 5:  # of another job
-        parts = [bytearray(part) for part in next(cut(m.Message("peer", "deaf", 0, m.Lease()), job + 1, 9))]
+        first, *rest = parts(next(cut(m.Message("peer", "deaf", 0, m.Lease()), job + 1, 9)))
     else:  # in another's name
-        parts = [
-            bytearray(part)
-            for part in next(cut(m.Message("boss", "deaf", 0, m.Lease()), job, rng.randrange(1, 1 << 40)))
-        ]
-    return [bytes(part) for part in parts]
+        first, *rest = parts(next(cut(m.Message("boss", "deaf", 0, m.Lease()), job, rng.randrange(1, 1 << 40))))
+    return [bytes(part) for part in (first, *rest)]
 
 
 def fuzz(frames: int) -> Node:
@@ -152,7 +158,7 @@ def fuzz(frames: int) -> Node:
         for _ in range(50):
             node.pump(0.01)
         begin = dict(node.counts)
-        peer.send_multipart([bytes(part) for part in next(cut(m.Message("peer", "deaf", 0, m.Lease()), 7, 1 << 62))])
+        peer.send_multipart(parts(next(cut(m.Message("peer", "deaf", 0, m.Lease()), 7, 1 << 62))))
         while not node.machine.heard:
             node.pump(0.1)
         assert begin["refused"] > 0.7 * frames  # the rest are whole first frames of a message that never goes on
@@ -173,7 +179,7 @@ def test_a_message_that_came_before_is_refused():
     with context.socket(zmq.DEALER) as peer:
         peer.identity, peer.linger = b"peer", 0
         peer.connect(node.endpoint)
-        frame = [bytes(part) for part in next(cut(m.Message("peer", "deaf", 0, m.Lease()), 7, 1))]
+        frame = parts(next(cut(m.Message("peer", "deaf", 0, m.Lease()), 7, 1)))
         peer.send_multipart(frame)
         peer.send_multipart(frame)
         while node.counts["refused"] < 1:
