@@ -50,19 +50,24 @@ def frames(encoded: Encoded, job: int, number: int, place: int | None = None) ->
         place: where the tensors lie in the sender's shared memory; then frame 0 says so, and is the only one.
     """
     op, meta, tensors = encoded
-    if place is not None:
-        yield b"", Header(op, wire.SLAB, job, number, 0, 1, len(meta), place).pack(meta) + meta
-        return
     total = sum(tensor.nbytes for tensor in tensors)
-    if total <= INLINE_BYTES:
-        header = Header(op, 0, job, number, 0, 1, len(meta), total).pack(meta)
-        yield b"", b"".join((header, meta, *map(view_bytes, tensors)))
+    if place is not None or total <= INLINE_BYTES:
+        yield b"", alone(encoded, job, number, total, place)
         return
     pieces = [piece for tensor in tensors for piece in _pieces(view_bytes(tensor), FRAME_BYTES)]
     count = 1 + len(pieces)
     yield b"", Header(op, 0, job, number, 0, count, len(meta), total).pack(meta) + meta
     for index, piece in enumerate(pieces):
         yield Header(op, 0, job, number, index + 1, count, 0, len(piece)).pack(), piece
+
+
+def alone(encoded: Encoded, job: int, number: int, total: int, place: int | None = None) -> bytes:
+    """The only frame of a message whose tensors, of so many bytes, are small or lie elsewhere."""
+    op, meta, tensors = encoded
+    if place is not None:
+        return Header(op, wire.SLAB, job, number, 0, 1, len(meta), place).pack(meta) + meta
+    header = Header(op, 0, job, number, 0, 1, len(meta), total).pack(meta)
+    return b"".join((header, meta, *map(view_bytes, tensors)))
 
 
 def _pieces(raw: memoryview, size: int) -> Iterator[memoryview]:

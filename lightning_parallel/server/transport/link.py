@@ -17,7 +17,7 @@ import zmq
 
 from lightning_parallel.server import wire
 from lightning_parallel.server.messages import Message
-from lightning_parallel.server.transport.frames import Encoded, Frame, frames
+from lightning_parallel.server.transport.frames import INLINE_BYTES, Encoded, Frame, alone, frames
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.slab import Slab
 from lightning_parallel.server.wire import Header, WireError, unpack_header
@@ -123,13 +123,16 @@ class Link:
         if len(self.queue) >= QUEUE:
             self.counts["dropped"] += 1
             return
-        encoded = wire.encode(message)
-        place = None
-        if self.slab is not None and sum(tensor.nbytes for tensor in encoded[2]) >= SLAB_FROM:
+        encoded, place = wire.encode(message), None
+        total = sum([tensor.nbytes for tensor in encoded[2]])
+        if self.slab is not None and total >= SLAB_FROM:
             place = self.slab.put(number, encoded[2])
         if place is not None:
             self._placed.add(number)
-        self.queue.append((encoded, number, place))
+        if total <= INLINE_BYTES and not self.has_more and self.outstanding < WINDOW:
+            self._ready = (b"", alone(encoded, self.job, number, total, place))
+        else:
+            self.queue.append((encoded, number, place))
         self.push()
 
     def push(self) -> None:

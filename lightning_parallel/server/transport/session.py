@@ -68,7 +68,7 @@ class Session:
             LeaseLostError: the manager took this worker for gone.
             TimeoutError: there was no room in time.
         """
-        self._do(lambda now: [], lambda: self.client.may_push)
+        self._make_room()
         self._do(lambda now: self.client.push(vector, now, tick, lr, copy))
 
     def push_pull(self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True) -> Result:
@@ -78,9 +78,13 @@ class Session:
             LeaseLostError: the manager took this worker for gone.
             TimeoutError: no answer came in time.
         """
-        self._do(lambda now: [], lambda: self.client.may_push)
+        self._make_room()
         self._do(lambda now: self.client.push_pull(vector, now, tick, lr, copy), self._has_result)
         return self._result
+
+    def _make_room(self) -> None:
+        if not self.client.may_push:
+            self._do(lambda now: [], lambda: self.client.may_push)
 
     def settle(self) -> None:
         """Wait until every push is with all replicas."""
