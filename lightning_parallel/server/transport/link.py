@@ -23,7 +23,7 @@ from lightning_parallel.server.transport.slab import Slab
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
 CREDIT = 255  # op of a credit: ``payload`` bytes may be sent, the place of message ``number`` is free
-WINDOW, FRESH_CREDIT = 8 << 20, 2 << 20
+WINDOW, FRESH_CREDIT = 16 << 20, 4 << 20
 LEAST_WEIGHT = 1 << 14  # bytes that the smallest frame counts for
 FRAMES = 32  # frames that a socket keeps at most
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # pyzmq's own are slow to calculate with
