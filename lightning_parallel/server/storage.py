@@ -25,6 +25,7 @@ from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.transport.frames import view_bytes
 from lightning_parallel.server.wire import WireError
 
+MAGIC = b"LPPSLOG2"  # how every file begins; the last is the version of what follows
 _RECORD = struct.Struct("<BIQI")  # op, bytes of meta, bytes of tensors, CRC-32 of both
 
 
@@ -60,7 +61,11 @@ class Storage:
         self.server = server
 
     def read(self) -> dict[int, Range]:
-        """The ranges as they were; what is not whole at the end of a log is cut off."""
+        """The ranges as they were; what is not whole at the end of a log is cut off.
+
+        Raises:
+            ValueError: a file is not a log of this version.
+        """
         found = {}
         for path in sorted(self.folder.glob("range-*.log")):
             key = int(path.stem.removeprefix("range-"))
@@ -89,6 +94,7 @@ class Storage:
         if key in self._logs:
             self._logs.pop(key).close()
         with open(path.with_suffix(".new"), "wb") as file:
+            file.write(MAGIC)
             self._write(file, part.copy())
             file.flush()
             os.fsync(file.fileno())
@@ -109,7 +115,12 @@ class Storage:
     def _read(self, key: int, path: Path) -> Range | None:
         part: Range | None = None
         with open(path, "r+b") as file:
-            whole = 0
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ValueError(
+                    f"{path} is not a log of this version of the parameter server. Resume with the version that wrote "
+                    f"it, or use another folder."
+                )
+            whole = file.tell()
             while (body := _read_record(file)) is not None:
                 if isinstance(body, m.Copy):
                     part = Range.of(body, self.rules.update, self.memory)

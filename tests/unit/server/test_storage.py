@@ -1,5 +1,6 @@
 """Logs: what was written is what is read, up to the last whole entry."""
 
+import pytest
 import torch
 
 from lightning_parallel.server import SSP, Adam, Layout, Rules, Server
@@ -57,3 +58,11 @@ def test_a_byte_that_rotted_ends_the_log(tmp_path):
     raw[-30] ^= 1
     path.write_bytes(bytes(raw))
     assert Storage(tmp_path, rules).read()[0].lsn == world.part(0).lsn - 1
+
+
+def test_a_file_that_is_no_log_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "range-0.log"
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is not a log of this version of the parameter server"):
+        Storage(tmp_path, Rules(Layout(6, 2), Adam(0.1), SSP(1))).read()
+    assert path.read_bytes() == b"something else"
