@@ -32,8 +32,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.errors import Failure, StageError, add_note
-from lightning_parallel.failure.roll import lost
-from lightning_parallel.failure.watch import Watch, is_communication_error
+from lightning_parallel.failure.aborts import is_communication_error
+from lightning_parallel.failure.party import lost
+from lightning_parallel.failure.watch import Watch
 from lightning_parallel.trainer.failures import exit_hint, reported, tell
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel.failure.roll import Patience
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.launchers import make_launcher
