@@ -4,7 +4,7 @@
 
 A GPT of 16 layers, width 2048, vocabulary 4096 in bf16, micro-batches of 2 x 2048 tokens, three steps of
 `Trainer.fit` with `MemoryMonitor`, which measures the last. One block of three lines a schedule. Activations are
-counted in what a rank's forwards save for one micro-batch, so that ranks with an embedding or a loss compare with others.
+counted in what a rank's forwards save for one micro-batch, so that ranks with an embedding or a loss compare too.
 """
 
 from __future__ import annotations
