@@ -21,7 +21,7 @@ class BubbleMonitor(Callback):
     * the same with ``_expected``: the schedule simulated with this run's measured action times, so that the difference
       is what the engine adds to the schedule;
     * the same with ``_formula``: the closed form, for schedules that have one;
-    * ``parallel/step_seconds``: from the first action of any rank to the end of the last, beside ``_expected``, as above;
+    * ``parallel/step_seconds``: from the first action of any rank to the end of the last, and ``_expected``, as above;
     * ``parallel/busy_seconds/rank_r``: time in actions; ``parallel/waiting_seconds/rank_r``: time before an action
       whose input another rank had not made yet; ``parallel/transfer_seconds/rank_r``: time before one whose input was
       made and on its way;
