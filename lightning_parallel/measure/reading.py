@@ -158,4 +158,4 @@ class BubbleHistory:
         if ratio is None:
             return ""
         measured, simulated = (median(getattr(r, of) for r in self.readings) for of in ("seconds", "seconds_expected"))
-        return f"; step {measured:.4g} s beside {simulated:.4g} s simulated with these times, ratio {ratio:.4f}"
+        return f"; step {measured:.4g} s beside {simulated:.4g} s simulated with these times, median ratio {ratio:.4f}"

@@ -119,7 +119,7 @@ def test_the_summary_is_of_the_last_fit(tmp_path):
     assert monitor.summary() == (
         f"bubble measured {idle:.4f} beside formula (D-1)/(M+D-1) = 0.2727, the schedule with the measured action "
         f"times {idle:.4f} (1f1b, 4 stages, 8 micro-batches; idle share, median of 4 steps); step {step:.4g} s beside "
-        f"{step:.4g} s simulated with these times, ratio 1.0000"
+        f"{step:.4g} s simulated with these times, median ratio 1.0000"
     )
 
 

@@ -121,7 +121,7 @@ def test_a_summary_reads_the_medians():
     assert history.summary() == (
         "bubble measured 0.2000 beside formula (D-1)/(M+D-1) = 0.2000, the schedule with the measured action "
         "times 0.2000 (gpipe, 2 stages, 4 micro-batches; idle share, median of 3 steps)"
-        "; step 15 s beside 15 s simulated with these times, ratio 1.0000"
+        "; step 15 s beside 15 s simulated with these times, median ratio 1.0000"
     )
 
 
