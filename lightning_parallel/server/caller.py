@@ -42,6 +42,9 @@ class Caller:
     def _hello(self) -> m.Hello:
         return m.Hello(self.role, self.address, self.token, self.endpoint)
 
+    def place(self, message: m.Message) -> None:
+        """What is on its way may lie anywhere."""
+
     @property
     def wake_at(self) -> float | None:
         """When ``Wake`` is due next."""

@@ -91,6 +91,13 @@ class Client(Pushing):
             self._react(body)
         return self._flush()
 
+    def place(self, message: m.Message) -> Tensor | None:
+        """Where the weights of an answer that is on its way belong: in the vector that the pull returns."""
+        rows, reading = message.body, self.reading
+        if not isinstance(rows, m.Rows) or reading is None or message.view != self.view.number:
+            return None
+        return reading.place(rows, self.rules.layout)
+
     @property
     def wake_at(self) -> float | None:
         """When ``Wake`` is due next; never once the manager has let this worker go."""

@@ -91,6 +91,9 @@ class Manager:
         self._changed, out, self._out = False, self._out, []
         return out
 
+    def place(self, message: m.Message) -> None:
+        """What is on its way may lie anywhere."""
+
     @property
     def wake_at(self) -> float | None:
         """When the next lease ends."""

@@ -106,6 +106,9 @@ class Server:
         """Whether the sender knew who takes part now."""
         return message.view == self.view.number
 
+    def place(self, message: m.Message) -> None:
+        """What is on its way may lie anywhere."""
+
     @property
     def wake_at(self) -> float | None:
         """When ``Wake`` is due next."""

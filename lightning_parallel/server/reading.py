@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
@@ -63,12 +64,31 @@ class Reading:
     rows: dict[int, m.Rows] = field(default_factory=dict)
     held: dict[int, m.Held] = field(default_factory=dict)
     holds: bool = False  # whether the heads are asked to stand still
+    slices: dict[int, Tensor] = field(default_factory=dict)  # of one vector, into which answers are received
+    vector: Tensor | None = None
 
     def on_rows(self, rows: m.Rows) -> bool:
         """Take an answer; whether all are there."""
         if rows.request == self.request:
             self.rows[rows.key] = rows
         return len(self.rows) == len(self.keys)
+
+    def place(self, rows: m.Rows, layout: Layout) -> Tensor | None:
+        """Memory for the values of an answer, given without them: its slice of the whole; each slice is given once."""
+        if rows.request != self.request or rows.key not in self.keys or rows.key in self.slices:
+            return None
+        if self.vector is None:
+            self.vector = torch.empty(layout.size)
+        start, end = layout.bounds[rows.key]
+        self.slices[rows.key] = self.vector[start:end]
+        return self.slices[rows.key]
+
+    def _join(self, layout: Layout) -> Tensor:
+        """All values in order, where they are if every range's came into its slice."""
+        rows = self.rows
+        if self.vector is not None and all(rows[key].values is self.slices.get(key) for key in self.keys):
+            return self.vector
+        return layout.join({key: decode(rows[key].values) for key in self.keys})
 
     def agrees(self, one_version: bool) -> bool:
         """Whether all answers hold the same pushes, but for workers that are gone."""
@@ -77,6 +97,7 @@ class Reading:
     def hold(self, request: int) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
         """Start over with the heads held: the question to the first of them."""
         self.request, self.rows, self.held, self.holds = request, {}, {}, True
+        self.slices, self.vector = {}, None  # answers to what was asked before may still come into the old one
         return self.questions()
 
     def on_held(self, held: m.Held) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
@@ -114,7 +135,7 @@ class Reading:
         seqs: m.Seqs = {}
         for part in rows.values():
             seqs |= {worker: max(seq, seqs.get(worker, 0)) for worker, seq in part.seqs.items()}
-        vector = layout.join({key: decode(part.values) for key, part in rows.items()})
+        vector = self._join(layout)
         versions = tuple(sum(rows[key].seqs.values()) for key in sorted(rows))
         minimum = min(part.minimum for part in rows.values())
         torn = tuple(sorted(set(_differing(rows)) & self._left))

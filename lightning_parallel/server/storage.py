@@ -155,7 +155,7 @@ def _read_record(file: BinaryIO) -> m.Copy | m.Append | None:
 
 def _tensors(op: int, meta: bytes, payload: bytes) -> list[Tensor]:
     tensors, at = [], 0
-    for dtype, length in wire.describe(op, meta):
+    for dtype, length in wire.describe(op, meta)[1]:
         tensor = torch.empty(length, dtype=dtype)
         size = length * dtype.itemsize
         view_bytes(tensor)[:] = payload[at : at + size]

@@ -91,6 +91,24 @@ def test_every_transport_counts(name):
         assert_counts(vector, seqs)
 
 
+@pytest.mark.parametrize("name", ["ipc", "shared memory", "tcp"])
+def test_large_vectors_of_several_ranges_arrive_whole(name):
+    """Many frames a message; results that are kept do not change."""
+    size = 300_000
+    options = transports(name) | ({"slab_bytes": 8 << 20} if name == "shared memory" else {})
+    with launch(Rules(Layout(size, 3), AddDelta(), SSP(1), "sum", replicas=2), 2, 1, **options) as started:
+        session = started.job.join("w").start(torch.zeros(size))
+        vector, results = torch.arange(size, dtype=torch.float32), [session.pull().vector]
+        for _ in range(4):
+            results.append(session.push_pull(vector).vector)
+            vector.add_(1)  # the session has a copy
+        session.close()
+    wanted, pushed = torch.zeros(size), torch.arange(size, dtype=torch.float32)
+    for step, result in enumerate(results):
+        assert torch.equal(result, wanted), step
+        wanted, pushed = wanted + pushed, pushed + 1
+
+
 def kill(launched: Launch, name: str) -> None:
     process = launched.processes[name]
     os.kill(process.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ out: sockets.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ FRAME_BYTES = 1 << 20
 INLINE_BYTES = 1 << 15  # payloads up to that travel behind the meta, in frame 0
 
 Frame = tuple[bytes, bytes | memoryview]  # the header, empty where it begins the content; the content
+Destination = Callable[[Message], Tensor | None]  # where the tensor of a message, given without it, is wanted
 Encoded = tuple[int, bytes, list[Tensor]]  # op, meta, tensors
 
 
@@ -112,27 +113,32 @@ class Assembly:
         header: of frame 0.
         meta: content of frame 0.
         most: bytes that a message may have at most.
+        place: may have memory for a message that has one tensor.
 
     Raises:
         WireError: frame 0 does not announce a message of at most so many bytes.
     """
 
-    def __init__(self, header: Header, meta: bytes, most: int) -> None:
+    def __init__(self, header: Header, meta: bytes, most: int, place: Destination = lambda outline: None) -> None:
         if header.frame != 0 or header.meta != len(meta):
             raise WireError("a message begins in the middle")
-        self.shapes = wire.describe(header.op, meta)
+        self.outline, self.shapes = wire.describe(header.op, meta)
         size = sum(length * dtype.itemsize for dtype, length in self.shapes)
         _limit(size, most)
         self.is_elsewhere = bool(header.flags & wire.SLAB)
         if not self.is_elsewhere and (size != header.payload or header.frames > 1 + header.payload):
             raise WireError("the tensors are not as long as the payload")
-        self.header, self.meta, self.next = header, meta, 1
+        self.header, self.meta, self.next, self._place = header, meta, 1, place
         self.tensors = [] if self.is_elsewhere else self.allocate()
         self._places = [view_bytes(tensor) for tensor in self.tensors if tensor.numel()]
         self._offset = 0
 
     def allocate(self) -> list[Tensor]:
         """Memory for the tensors."""
+        if len(self.shapes) == 1:
+            there = self._place(self.outline)
+            if there is not None and (there.dtype, there.numel()) == self.shapes[0]:
+                return [there]
         return [torch.empty(length, dtype=dtype) for dtype, length in self.shapes]
 
     def place(self, header: Header) -> memoryview:

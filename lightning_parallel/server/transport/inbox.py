@@ -14,7 +14,7 @@ import zmq
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server import wire
-from lightning_parallel.server.transport.frames import Assembly, whole
+from lightning_parallel.server.transport.frames import Assembly, Destination, whole
 from lightning_parallel.server.transport.link import FRAMES, FRESH_CREDIT, credit, weight
 from lightning_parallel.server.transport.slab import SlabReader
 from lightning_parallel.server.wire import Header, WireError, unpack_header
@@ -34,6 +34,7 @@ class Inbox:
         counts: where refused messages are counted.
         shared: other processes' shared memory.
         borrows: pushes are read in the sender's shared memory and never copied.
+        place: may know where a large tensor is wanted.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Inbox:
         counts: Counter[str],
         shared: SlabReader | None = None,
         borrows: bool = False,
+        place: Destination = lambda outline: None,
     ) -> None:
         router.linger, router.rcvhwm, router.sndhwm = 0, 2 * FRAMES, 2 * FRAMES
         router.router_handover, router.router_mandatory = True, True
         router.maxmsgsize = 2 << 20
         self.router, self.job, self.most, self.counts = router, job, most, counts
-        self.shared, self.borrows = shared, borrows
+        self.shared, self.borrows, self.place = shared, borrows, place
         self.assemblies: dict[bytes, Assembly] = {}
         self._last: dict[bytes, int] = {}  # number of the last message of each peer
         self._owed: Counter[bytes] = Counter()  # bytes for which a peer has had no credit yet
@@ -111,7 +113,7 @@ class Inbox:
         self._owe(peer, weight(content))
         if header.frames == 1 and not header.flags & wire.SLAB:
             return self._named(peer, whole(header, content, self.most))
-        assembly = self.assemblies[peer] = Assembly(header, content, self.most)
+        assembly = self.assemblies[peer] = Assembly(header, content, self.most, self.place)
         return self._finished(peer, assembly)
 
     def _go_on(self, peer: bytes, header: Header) -> m.Message | None:

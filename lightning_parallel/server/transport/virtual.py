@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from torch import Tensor
+
 from lightning_parallel.server.messages import Message, View, Wake
 
 
@@ -24,6 +26,9 @@ class Machine(Protocol):
     def wake_at(self) -> float | None: ...
 
     def handle(self, message: Message, now: float) -> list[Message]: ...
+
+    def place(self, message: Message) -> Tensor | None:
+        """Where the tensor of a message that is on its way, given without it, is wanted; None for anywhere."""
 
 
 class VirtualNetwork:

@@ -69,7 +69,8 @@ class Node:
         self._number = time.time_ns()  # of the next message; one that is started again goes on above the last
         self._learnt = 0
         router = self.context.socket(zmq.ROUTER)
-        self.inbox = Inbox(router, job, most, self.counts, SlabReader(shared) if shared else None, borrows)
+        reader = SlabReader(shared) if shared else None
+        self.inbox = Inbox(router, job, most, self.counts, reader, borrows, machine.place)
         if keys is not None:
             keys.listen(router)
         router.bind(endpoint)

@@ -72,15 +72,15 @@ def read(op: int, meta: bytes, source: Source) -> m.Message:
     return m.Message(sender, target, view, body)
 
 
-def describe(op: int, meta: bytes) -> list[tuple[torch.dtype, int]]:
-    """Types and lengths of the tensors that a message announces.
+def describe(op: int, meta: bytes) -> tuple[m.Message, list[tuple[torch.dtype, int]]]:
+    """A message with None for its tensors, and the types and lengths of those.
 
     Raises:
         WireError: the meta cannot be read.
     """
     announced = list[tuple[torch.dtype, int]]()
-    read(op, meta, lambda dtype, length: announced.append((dtype, length)))
-    return announced
+    outline = read(op, meta, lambda dtype, length: announced.append((dtype, length)))
+    return outline, announced
 
 
 @lru_cache(maxsize=4096)
