@@ -91,11 +91,12 @@ def test_every_transport_counts(name):
         assert_counts(vector, seqs)
 
 
-@pytest.mark.parametrize("name", ["ipc", "shared memory", "tcp"])
+@pytest.mark.parametrize("name", ["ipc", "shared memory", "too little shared memory", "tcp"])
 def test_large_vectors_of_several_ranges_arrive_whole(name):
     """Many frames a message; results that are kept do not change."""
     size = 300_000
-    options = transports(name) | ({"slab_bytes": 8 << 20} if name == "shared memory" else {})
+    slabs = {"shared memory": {"slab_bytes": 8 << 20}, "too little shared memory": {"slab_bytes": 1 << 20}}
+    options = slabs.get(name) or transports(name)
     with launch(Rules(Layout(size, 3), AddDelta(), SSP(1), "sum", replicas=2), 2, 1, **options) as started:
         session = started.job.join("w").start(torch.zeros(size))
         vector, results = torch.arange(size, dtype=torch.float32), [session.pull().vector]

@@ -211,3 +211,18 @@ def test_shared_memory_is_given_out_and_taken_back(tmp_path):
     assert slab.put(10, [torch.zeros(32)]) == 0
     assert (slab.path.stat().st_mode & 0o777) == 0o600
     slab.close()
+
+
+def test_weights_in_shared_memory_are_sent_from_where_they_lie_and_their_place_is_used_again(tmp_path):
+    slab, reader = Slab(tmp_path, "me", 1024), SlabReader(tmp_path)
+    weights, other = slab.zeros(5), slab.zeros(5)
+    place = slab.put(1, [weights])
+    assert slab.put(2, [other]) != place and slab.put(3, [torch.zeros(5)]) == 0
+    lent = reader.lend("me", place, torch.float32, 5)
+    weights.add_(2)
+    assert lent.eq(2.0).all()  # no copy
+    del weights
+    assert slab.put(4, [slab.zeros(5)]) != place  # message 1 still shows it
+    slab.free(1)
+    assert slab.put(5, [slab.zeros(5)]) == place and lent.eq(0.0).all()
+    slab.close()
