@@ -154,13 +154,9 @@ class Intake:
             return None
         if self.rules.consistency.gathers:
             return self._clock(ready)
-        return ready[: self.rules.aggregate] if self._is_due(ready, now) else None
-
-    def _is_due(self, ready: Sequence[Push], now: float) -> bool:
-        """Whether pushes are enough for an entry, all that can come now, late, or asked for by a reader."""
-        if len(ready) >= self.rules.aggregate or self.at is not None:
-            return True
-        return now >= self.since + self.rules.flush_after or {push.worker for push in ready} >= set(self.part.clocks)
+        full = len(ready) >= self.rules.aggregate or {push.worker for push in ready} >= set(self.part.clocks)
+        late = now >= self.since + self.rules.flush_after
+        return ready[: self.rules.aggregate] if full or late or self.at else None
 
     def _clock(self, ready: Sequence[Push]) -> list[Push] | None:
         """The pushes of the next clock in the order of workers, once every active worker has made its own."""
