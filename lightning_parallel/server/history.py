@@ -49,7 +49,7 @@ class Range:
         self.left: tuple[int, ...] = ()  # workers that are gone; `seqs` keeps how far they came
         self.lsn = self.version = self.steps = self.dropped = self.view = self.batch = 0
         self.seeded = False
-        self._loan: Callable[[], Tensor | None] = lambda: None
+        self._loan: weakref.ref[Tensor] | None = None
         self.vectors: dict[str, Tensor] = {}
         self.calls: dict[str, tuple[int, float]] = {}  # caller -> its last call and what that came to
         self.counted = set[int]()  # portions of the batch in hand whose results are in
@@ -104,7 +104,7 @@ class Range:
     def lend(self) -> Tensor:
         """The weights as they are now, to be read only. They stay so for as long as the returned tensor object is
         there (a view of it does not count): what changes them meanwhile works on a copy."""
-        loan = self._loan()
+        loan = None if self._loan is None else self._loan()
         if loan is None:
             loan = self.weights.view(-1)
             self._loan = weakref.ref(loan)
@@ -112,8 +112,9 @@ class Range:
 
     def _keep_loan(self) -> None:
         """The weights are about to change: leave those to their readers that are still lent."""
-        if self._loan() is not None:
-            self.weights, self._loan = self.memory(self.length).copy_(self.weights), lambda: None
+        if self._loan is not None and self._loan() is not None:
+            self.weights = self.memory(self.length).copy_(self.weights)
+        self._loan = None
 
     def others(self, worker: int) -> int:
         """Pushes of everyone but a worker that the weights hold."""
