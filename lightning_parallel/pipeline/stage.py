@@ -7,14 +7,16 @@ The one idea: every unit's `__call__` is intercepted. While a `StageRun` is acti
 * of a later stage stops the step: its arguments are what is sent on.
 
 The last stage runs the step to its end: the user's loss, the user's logging. Outside a run modules behave as ever.
-A module may be called again while its stage lasts. Left out: calls of a module after its stage has ended. They raise,
-naming module and stages.
+A module may be called again while its stage lasts. Where the step calls one when its stage has ended (the whole model
+twice), earlier stages go on with Phantoms of what later ones return, as often as `rounds` found out that they must; left
+out is what needs a later stage's result on an earlier one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,26 +52,56 @@ Place = int | Leaf  # where a value between stages belongs: a position among arg
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
+@dataclass(frozen=True)
+class Going:
+    """How far a run goes.
+
+    Args:
+        exits: it is over when the next stage's first block was called so often,
+        after: and this stage's units so often since.
+        finding: nobody knows yet: it goes on until it would need what a unit of another stage returns for the first
+            time.
+    """
+
+    exits: int = 1
+    after: int = 0
+    finding: bool = False
+
+
+ONCE = Going()
+
+
 class StepCut(BaseException):
     """The step reached a module of a later stage. A BaseException: the step's own `except Exception` lets it by."""
+
+
+class CalledAgain(PhantomError):
+    """The step calls a module of an earlier stage again, and that stage ended its run before."""
 
 
 class StageRun:
     """One run of the user's step as one stage on one micro-batch.
 
+    Args:
+        learn: describe in `record` what this stage's units return.
+        again: whether this micro-batch ran before (keeping nothing, or to learn from it).
+        keep: which results of units are sent to stages further on.
+        going: when the run is over, and whether it only finds that out.
+
     Attributes:
-        inputs: received values by their position among the first block's arguments, and those that come by this stage
-            from units before it, by `Leaf`.
-        known: what the units of earlier stages return.
+        inputs: received values by their position among the first block's arguments (those of its later calls counted
+            on), and those that come by this stage from units before it, by `Leaf`.
+        known: what the units of other stages return.
         needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
         wanted: what else of earlier units was needed, in order.
         by_position: units' results that are among the first block's arguments.
-        outputs: what may be sent, set when the step is cut: leaves of the arguments of the next stage's first block by
+        outputs: what may be sent, set where the next stage's first block is called: leaves of its arguments by
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
+        exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
         is_last: whether the step runs to its end.
-        again: whether this micro-batch ran before, keeping nothing.
+        has_ended: whether it did.
         plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
 
@@ -84,6 +116,7 @@ class StageRun:
         learn: bool,
         again: bool = False,
         keep: Collection[Leaf] | None = None,
+        going: Going = ONCE,
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.is_last = stage == cut.layout.num_stages - 1
@@ -95,9 +128,12 @@ class StageRun:
         self.by_position: set[Leaf] = set()
         self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
         self.called: dict[str, int] = {}
-        self.again = again
+        self.again, self.going = again, going
+        self.exits = self.after_exit = 0
+        self.has_ended = False
+        self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
-        self.plain = not learn and not self._recomputes_blocks and not keep
+        self.plain = not learn and not self._recomputes_blocks and not keep and not going.after
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
@@ -114,15 +150,20 @@ class StageRun:
                 result = self.realized(step())
         except StepCut:
             return None
-        if not self.is_last:
+        self.has_ended = True
+        if not self.is_last and not self.going.finding:
             skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
             raise PhantomError(
                 f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
-                f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
-                f" other blocks=.{skip}"
+                f" first block of stage {self.stage + 1}{self._times()}. A step must call every block, in order; use"
+                f" fewer stages or other blocks=.{skip}"
             )
-        self._refuse_phantoms(result, "returns")
+        if self.is_last:
+            self._refuse_phantoms(result, "returns")
         return result
+
+    def _times(self) -> str:
+        return f", as often as before ({self.exits} times, not {self.going.exits})" if self.going.exits > 1 else ""
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -150,21 +191,14 @@ class StageRun:
         if self._replaying:
             return self._call_again(hook, owner, module, args, kwargs)
         before_this = self.called.get(unit.name, 0)
-        if before_this and unit.name in self.cut.without_parameters:
+        if before_this and not self.cut.keeps_pace(unit.name, self.called):
             return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
             self._exit(unit, args, kwargs)
-        if before_this and unit.name in self.cut.normed:
-            raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step and holds a BatchNorm,"
-                " whose running statistics the pipeline strategy updates once a batch: join the inputs and call it"
-                " once, or train with one stage."
-            )
         self.called[unit.name] = before_this + 1
-        if unit.stage < self.stage:
+        if unit.stage != self.stage:
             return self._phantom_result(hook, owner, args, kwargs, before_this)
-        if before_this == 0:
-            self._enter_at_first_block(unit, args, kwargs)
+        self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
         if self.record is None:
             result = self._compute(hook, module, args, kwargs, before_this)
@@ -172,7 +206,20 @@ class StageRun:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
         if self._keep or (self._keep is not None and self.record is not None):
             self._put_aside(_nth(hook.name, before_this), result)
+        if self.exits:
+            self._count_after_exit()
         return result
+
+    def _count_after_exit(self) -> None:
+        """One of this stage's units was called when a later stage had been: results may go by to stages further on."""
+        self.after_exit += 1
+        if self._is_over():
+            self.outputs = {**(self.outputs or {}), **self._made}
+            raise StepCut
+
+    def _is_over(self) -> bool:
+        going = self.going
+        return not going.finding and self.exits == going.exits and self.after_exit >= going.after
 
     def _compute_and_note(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int
@@ -250,6 +297,8 @@ class StageRun:
     def _phantom_result(self, hook: Hook, owner: nn.Module, args: Any, kwargs: Any, before_this: int) -> Any:
         name = _nth(hook.name, before_this)
         if name not in self.known:
+            if self.going.finding:
+                raise StepCut
             self._refuse_unknown(hook.unit, before_this)
         left = self.known.get(_nth(hook.left, before_this))
         if left:
@@ -261,12 +310,12 @@ class StageRun:
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
 
     def _refuse_unknown(self, unit: Unit, before_this: int) -> None:
-        """A unit of an earlier stage that this stage calls and that stage did not."""
-        if before_this:
-            raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step, and stage {unit.stage}"
-                " has ended by then. Join the inputs and call it once, call it before the first block of the next"
-                " stage, or train with one stage."
+        """A unit of another stage that this stage calls and that stage did not."""
+        if before_this or unit.stage > self.stage:
+            raise CalledAgain(
+                f"Module `{unit.name}` (stage {unit.stage}) is called once more in one step than in the first step of"
+                f" its kind, and stage {unit.stage} has ended by then. Call it as often from the first step on, join"
+                " the inputs and call it once, or train with one stage."
             )
         raise PhantomError(
             f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
@@ -294,23 +343,25 @@ class StageRun:
 
     def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bind the Phantoms among the first block's arguments to what the previous stage sent."""
-        if self._grad and not torch.is_grad_enabled():
+        is_first = self._replaying or not self._entered
+        needed = self._lacking(args, kwargs)
+        carry_gradients = any(position in self.inputs and self.inputs[position].requires_grad for position in needed)
+        if self._grad and not torch.is_grad_enabled() and carry_gradients:
             raise PhantomError(
                 f"Block `{unit.name}` of stage {self.stage} is called without gradients inside a training step, as"
                 " reentrant activation checkpointing does. Use torch.utils.checkpoint.checkpoint(...,"
                 " use_reentrant=False)."
             )
-        needed: dict[int, Phantom] = {}
-        for position, leaf in enumerate(tree_flatten((args, kwargs))[0]):
-            if isinstance(leaf, Phantom) and leaf.value is None and all(leaf is not other for other in needed.values()):
-                needed[position] = leaf
         missing = [str(leaf.origin) for position, leaf in needed.items() if position not in self.inputs]
-        if missing:
+        if missing and self.going.finding:
+            raise StepCut
+        if missing and is_first:
             raise PhantomError(
                 f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1}"
                 " does not hold or did not send at first. Pass the value through every block between, set"
                 " skip_connections=True, or dynamic_shapes=True if the block's arguments change from batch to batch."
             )
+        needed = {position: leaf for position, leaf in needed.items() if position in self.inputs}
         for position, leaf in needed.items():
             leaf.bind(self.inputs[position])
             if leaf.leaf is not None:
@@ -318,13 +369,28 @@ class StageRun:
                 self.by_position.add(leaf.leaf)
             if isinstance(leaf, ForeignParameter):
                 self._lent.append((leaf, self.inputs[position]))
-        if self.needed is None:
-            self.needed = tuple(needed)
+        if not self._replaying:
+            self.needed = (*(self.needed or ()), *needed)
+
+    def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Phantom]:
+        """The Phantoms among the first block's arguments, by position; positions go on from call to call."""
+        leaves, start = tree_flatten((args, kwargs))[0], 0 if self._replaying else self._entered
+        is_first = not start
+        needed: dict[int, Phantom] = {}
+        for position, leaf in enumerate(leaves, start):
+            if isinstance(leaf, Phantom) and leaf.value is None and all(leaf is not other for other in needed.values()):
+                if is_first or realize(leaf, self.fetch) is None:
+                    needed[position] = leaf
+        if not self._replaying:
+            self._entered += len(leaves)
+        return needed
 
     def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stop the step: the arguments of the next stage's first block are what is sent."""
+        """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
         layout = self.cut.layout
         if unit.stage != self.stage + 1 or unit.block != layout.bounds[self.stage + 1]:
+            if self.exits:
+                return
             raise PhantomError(
                 f"Stage {self.stage} reached module `{unit.name}` of stage {unit.stage} before"
                 f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules"
@@ -336,8 +402,6 @@ class StageRun:
                 f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
             )
         leaves = tree_flatten(self.realized((args, kwargs)))[0]
-        self.outputs = dict(enumerate(leaves))
-        self.outputs.update(dict[Place, Any](self._made.items()))
         missing = [leaf.origin for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
             raise PhantomError(
@@ -345,7 +409,10 @@ class StageRun:
                 f" stage {self.stage} does not hold. Pass the value through every block between, or set"
                 " skip_connections=True."
             )
-        raise StepCut
+        self.outputs = {**(self.outputs or {}), **dict(enumerate(leaves, self._left)), **self._made}
+        self.exits, self.after_exit, self._left = self.exits + 1, 0, self._left + len(leaves)
+        if self._is_over():
+            raise StepCut
 
     def _refuse_phantoms(self, tree: Any, doing: str) -> None:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:

@@ -196,13 +196,13 @@ class StepMetrics:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Around a run of the step that is cut before its loss, on the rank of the loss: what it updates is undone."""
-        self._undo = {}
+        before, self._undo = self._undo, {}
         try:
             yield
         finally:
             for watched, state in self._undo.items():
                 vars(watched.metric).update(state)
-            self._undo = None
+            self._undo = before
 
     def take(self, updates: Sequence[Update]) -> None:
         """On the rank of the loss: what other ranks' micro-batches updated, see `MetricReplay`."""

@@ -30,6 +30,10 @@ from lightning_parallel.trainer.metrics import Given, StepMetrics
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
+class StepIsVoid(Exception):
+    """A step called stages as it was not expected to: nothing came of it, on no rank."""
+
+
 @dataclass
 class LogCall:
     """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number.
@@ -159,6 +163,7 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
     return weighted_sum(values, weights) / sum(weights)
 
 
+_VOID = "nothing came of the step"
 Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options, dtype and metric
 
 
@@ -194,8 +199,14 @@ class LogSpreader:
             self._tell(loss, calls)
 
     def receive(self) -> tuple[Tensor, list[LogCall]]:
-        """On every other rank, at the end of its step: the loss stage's loss and calls."""
+        """On every other rank, at the end of its step: the loss stage's loss and calls.
+
+        Raises:
+            StepIsVoid: there are none.
+        """
         told, numbers = self._hear()
+        if told == _VOID:
+            raise StepIsVoid
         if not isinstance(told, int):
             self._structures.append(told)
             told = -1
@@ -203,6 +214,11 @@ class LogSpreader:
         calls = [LogCall(name, None, options, kind, metric) for name, options, kind, metric in structure]
         _assign(numbers[1:], calls)
         return torch.full((), numbers[0], dtype=dtype, device=self._pipeline.device), calls
+
+    def announce_void(self) -> None:
+        """On the loss stage, in place of all this: nothing came of the step."""
+        self._pipeline.settle()
+        self._pipeline.tell((_VOID, []))
 
     def _tell(self, loss: Tensor | None, calls: list[LogCall]) -> None:
         assert self._readback is not None
