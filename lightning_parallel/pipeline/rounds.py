@@ -39,7 +39,7 @@ class Passed:
         going: how far it went.
         needed, wanted, by_position: what it lacked, see `StageRun`.
         has_ended: whether the step ran to its end.
-        stopped: why it could not go on, if something was wrong.
+        stopped: why it did not go on, if something may be wrong.
     """
 
     record: UnitOutputs
@@ -49,7 +49,7 @@ class Passed:
     wanted: tuple[Leaf, ...]
     by_position: frozenset[Leaf]
     has_ended: bool
-    stopped: str | None
+    stopped: str
 
 
 class Rounds:
@@ -121,7 +121,7 @@ class Rounds:
             self.cut, seat.stage, microbatch, key, inputs, known, learn=True, again=True,
             keep=[] if skips else None, going=Going(finding=True),
         )  # fmt: skip
-        stopped = None
+        stopped = ""
         try:
             run.forward(work.steps[microbatch])
         except PhantomError as error:
@@ -136,12 +136,12 @@ class Rounds:
         going = Going(run.exits, run.after_exit if skips else 0)
         return Passed(
             run.record or {}, values, going, run.needed or (), tuple(run.wanted), frozenset(run.by_position),
-            run.has_ended, stopped,
+            run.has_ended, stopped or run.doubt,
         )  # fmt: skip
 
     def _refuse(self, passed: Mapping[int, Passed], microbatch: int) -> None:
         """No stage came further than in the round before."""
-        stage = next((stage for stage, of in sorted(passed.items()) if of.stopped is not None), max(passed))
+        stage = next((stage for stage, of in sorted(passed.items()) if of.stopped), max(passed))
         error = PhantomError(
             passed[stage].stopped
             or "The stages wait for calls of each other's modules that none of them makes: the step takes other ways on"

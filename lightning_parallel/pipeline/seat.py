@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import ONCE, CalledAgain, Going, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import ONCE, CalledAgain, Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -152,13 +152,15 @@ class Seat:
         contract, inbox = self._receive(action, work)
         ready()
         signature = work.signatures[m]
-        if contract is not None and contract.is_void:
+        ahead = self.departure.agreed(signature) if self.departure is not None else None
+        if any(of is not None and of.is_void for of in (contract, ahead)):
             return self._go_without(m, _Held(None, inbox, contract), work)
         if self.cut.graphs is not None:
             self.cut.graphs.enter(signature)
-        learn = self.departure is not None and not self.departure.knows(signature)
+        learn = self.departure is not None and ahead is None
         key = self.cut.streams.begin(work.batch, m)
-        values, (units, going) = inbox.values if inbox else {}, self._expected(signature, contract)
+        values, going = inbox.values if inbox else {}, ONCE if ahead is None else ahead.going
+        units = contract.units if contract is not None else ahead.units if ahead is not None else {}
         if self.keep_received:
             self.received[m] = ({position: value.detach().clone() for position, value in values.items()}, units)
         twice = self.cut.recomputes_stage(self.stage) and work.training and not learn
@@ -170,7 +172,8 @@ class Seat:
             try:
                 result = run.forward(work.steps[m])
             except CalledAgain:
-                if not work.may_begin_anew or contract is None or contract.needed is not None:
+                is_new = learn if contract is None else contract.needed is None
+                if not work.may_begin_anew or not is_new:
                     raise
                 return self._go_without(m, _Held(None, inbox, contract), work)
         held = _Held(run, inbox, contract, again=twice)
@@ -180,12 +183,6 @@ class Seat:
             self.arrival.answer(run, contract, held.departure.results() if held.departure is not None else ())
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
-
-    def _expected(self, signature: Hashable, contract: Contract | None) -> tuple[UnitOutputs, Going]:
-        """What units of other stages return, and how far a run goes."""
-        ahead = self.departure.agreed(signature) if self.departure is not None else None
-        going = ONCE if ahead is None else ahead.going
-        return contract.units if contract else ahead.units if ahead and going != ONCE else {}, going
 
     def _go_without(self, microbatch: int, held: _Held, work: StepWork) -> None:
         """The step calls other stages as it was not expected to: nothing is computed, all that is waited for is sent."""

@@ -41,6 +41,7 @@ from lightning_parallel.pipeline.phantom import (
     Leaf,
     Phantom,
     PhantomError,
+    Unread,
     phantoms_in,
     version_of,
     with_values,
@@ -49,6 +50,12 @@ from lightning_parallel.pipeline.random_streams import repeated
 from lightning_parallel.pipeline.values import describe, realize, summon
 
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
+_CALL = ", call "
+_LATER = (
+    "A stage makes all its calls of a step before later stages run, so what these return cannot come back to it: choose"
+    " blocks= (in the order in which they run) so that both share a stage, make a layer that several stages use one for"
+    " each and tie their weights, or train with one stage."
+)
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -102,6 +109,7 @@ class StageRun:
         called: how often each unit was called so far, by name.
         is_last: whether the step runs to its end.
         has_ended: whether it did.
+        doubt: what is wrong with the order of calls, should it turn out to be.
         plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
 
@@ -130,7 +138,7 @@ class StageRun:
         self.called: dict[str, int] = {}
         self.again, self.going = again, going
         self.exits = self.after_exit = 0
-        self.has_ended = False
+        self.has_ended, self.doubt = False, str()
         self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
         self.plain = not learn and not self._recomputes_blocks and not keep and not going.after
@@ -150,6 +158,13 @@ class StageRun:
                 result = self.realized(step())
         except StepCut:
             return None
+        except Unread as error:
+            if self.is_last or not self.exits:
+                raise
+            raise Unread(
+                f"{error} Here it does so between calls of the model, all of which a stage makes before later stages"
+                " run: read it behind the last call."
+            ) from error
         self.has_ended = True
         if not self.is_last and not self.going.finding:
             skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
@@ -194,7 +209,7 @@ class StageRun:
         if before_this and not self.cut.keeps_pace(unit.name, self.called):
             return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
-            self._exit(unit, args, kwargs)
+            self._reach(unit, _nth(hook.name, before_this), args, kwargs)
         self.called[unit.name] = before_this + 1
         if unit.stage != self.stage:
             return self._phantom_result(hook, owner, args, kwargs, before_this)
@@ -313,9 +328,9 @@ class StageRun:
         """A unit of another stage that this stage calls and that stage did not."""
         if before_this or unit.stage > self.stage:
             raise CalledAgain(
-                f"Module `{unit.name}` (stage {unit.stage}) is called once more in one step than in the first step of"
-                f" its kind, and stage {unit.stage} has ended by then. Call it as often from the first step on, join"
-                " the inputs and call it once, or train with one stage."
+                f"Module `{unit.name}` (stage {unit.stage}) is called again in one step, and stage {unit.stage} has"
+                " ended by then. Call it as often in every step as in the first of its kind (and leave dynamic_shapes"
+                " off), join the inputs and call it once, or train with one stage."
             )
         raise PhantomError(
             f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
@@ -385,29 +400,40 @@ class StageRun:
             self._entered += len(leaves)
         return needed
 
-    def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
+    def _reach(self, unit: Unit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module of a later stage is called: the next stage's first block, or another whose result is known."""
         layout = self.cut.layout
-        if unit.stage != self.stage + 1 or unit.block != layout.bounds[self.stage + 1]:
-            if self.exits:
-                return
-            raise PhantomError(
+        if unit.stage == self.stage + 1 and unit.block == layout.bounds[self.stage + 1]:
+            last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
+            if last_block not in self.called and (self.going == ONCE or self.going.finding):
+                self._doubt(
+                    f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with"
+                    " blocks=."
+                )
+            self._exit(unit, args, kwargs)
+        elif name not in self.known:
+            self._doubt(
                 f"Stage {self.stage} reached module `{unit.name}` of stage {unit.stage} before"
                 f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules"
                 f' in the order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
             )
-        last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
-        if last_block not in self.called:
-            raise PhantomError(
-                f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
-            )
+
+    def _doubt(self, words: str) -> None:
+        """The step calls stages out of order: wrong, unless it calls them again."""
+        if not self.going.finding:
+            raise CalledAgain(words)
+        self.doubt = self.doubt or words
+
+    def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
         leaves = tree_flatten(self.realized((args, kwargs)))[0]
-        missing = [leaf.origin for leaf in leaves if isinstance(leaf, Phantom)]
+        missing = [leaf for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
+            later = any(map(self._comes_later, missing))
             raise PhantomError(
-                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which"
-                f" stage {self.stage} does not hold. Pass the value through every block between, or set"
-                " skip_connections=True."
+                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from"
+                f" {', '.join(leaf.origin for leaf in missing)}, which stage {self.stage} does not hold. "
+                f"{_LATER if later else 'Pass the value through every block between, or set skip_connections=True.'}"
             )
         self.outputs = {**(self.outputs or {}), **dict(enumerate(leaves, self._left)), **self._made}
         self.exits, self.after_exit, self._left = self.exits + 1, 0, self._left + len(leaves)
@@ -419,8 +445,13 @@ class StageRun:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    f" hold. {self._remedy(leaf.origin)}"
+                    f" hold. {_LATER if self._comes_later(leaf) else self._remedy(leaf.origin)}"
                 )
+
+    def _comes_later(self, phantom: Phantom) -> bool:
+        """Whether a Phantom was computed from what a later stage returns."""
+        roots = [leaf.leaf[0].split(_CALL)[0] for leaf in phantom.leaves or (phantom,) if leaf.leaf is not None]
+        return any(unit.stage > self.stage for unit in self.cut.layout.units if unit.name in roots)
 
     def _remedy(self, origin: str) -> str:
         """What to do about a value that this stage lacks."""
@@ -435,7 +466,7 @@ class StageRun:
 
 def _nth(name: str, before_this: int) -> str:
     """A key for what one of several calls of a unit made."""
-    return f"{name}, call {before_this + 1}" if before_this else name
+    return f"{name}{_CALL}{before_this + 1}" if before_this else name
 
 
 def _versions(*trees: Any) -> list[int]:

@@ -30,7 +30,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in
+from lightning_parallel.pipeline.phantom import Phantom, PhantomError, phantoms_in
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
 
 _REPLACED = ("update", "compute", "distributed_available_fn", "process_group")
@@ -103,7 +103,13 @@ class _Watched:
 
 
 class _Reports:
-    """Added to a watched metric's class: resets are counted, and a copy (or a pickle) is an ordinary metric again."""
+    """Added to a watched metric's class: resets are counted, what an earlier stage's run of the step lacks is passed by,
+    and a copy (or a pickle) is an ordinary metric again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watched: _Watched = vars(self)["_watched"]
+        passed_by = watched.owner.passed_by(watched, args, kwargs)
+        return super().forward(*args, **kwargs) if passed_by is None else passed_by  # type: ignore[misc]
 
     def reset(self) -> None:
         watched: _Watched = vars(self)["_watched"]
@@ -231,8 +237,26 @@ class StepMetrics:
 
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
+    def passed_by(self, watched: _Watched, args: Any, kwargs: Any) -> Phantom | None:
+        """For a metric that takes, between calls of the model, what only later stages know: its value to all others.
+
+        Raises:
+            PhantomError: the metric is one of a collection, which joins those with equal states.
+        """
+        run = self.pipeline.cut.active if self.in_step else None
+        if run is None or run.is_last or not (phantoms_in(args) or phantoms_in(kwargs)):
+            return None
+        if watched.leader is not None:
+            raise PhantomError(
+                f"Metric `{watched.name}` of a collection is updated between calls of the model, of which a stage makes"
+                " all before later stages run: update it behind the last call."
+            )
+        return Phantom(torch.empty((), device="meta"), self.pipeline.device, f"the value of metric `{watched.name}`")
+
     def update(self, watched: _Watched, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
+        if self.passed_by(watched, args, kwargs) is not None:
+            return
         metric = watched.metric
         self._keep(watched)
         if not self.in_step:

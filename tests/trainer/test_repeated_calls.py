@@ -1,0 +1,208 @@
+"""Steps that call the model several times: R-Drop, SimCLR, a teacher, a discriminator; equal to one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.trainer.modules import CLASSES, WIDTH, Classifier, Mlp, chain, row_dataset, row_loader, rows
+from tests.trainer.pipelines import (
+    WEIGHTS,
+    Case,
+    Record,
+    assert_ranks_agree,
+    assert_same,
+    failure_of,
+    many_on_stages,
+    on_stages,
+    one_process,
+)
+
+CUT = {"blocks": ["fc1", "fc2", "fc3", "fc4"], "partition": "count"}
+
+
+class RDrop(Classifier):
+    """Both runs of the model on a batch are right, and alike (Liang et al., arXiv 2106.14448)."""
+
+    rate = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(chain(6, lambda: nn.Dropout(self.rate)))
+
+    def second(self, x: Tensor) -> Tensor:
+        return self(-x)  # without dropout a second run on x is the first one
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        a, b = self(x), self.second(x)
+        alike = F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")
+        return F.cross_entropy(a, y) + F.cross_entropy(b, y) + alike
+
+
+class RDropDrops(RDrop):
+    rate = 0.3
+
+    def second(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class SimCLR(Classifier):
+    """Two views of a row are near each other, far from all other rows' (Chen et al., arXiv 2002.05709)."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, _ = batch
+        z = torch.cat([self(x), self(x.flip(-1) + 0.1)])
+        similar = F.cosine_similarity(z[:, None], z[None], dim=-1) / 0.5
+        similar = similar.masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
+        return F.cross_entropy(similar, torch.arange(len(z)).roll(len(x)))
+
+
+class NormedSimCLR(SimCLR):
+    def __init__(self) -> None:
+        super().__init__(normed())
+
+
+def normed() -> nn.Sequential:
+    layers = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+class Joined(Classifier):
+    """A backbone that is called twice, and layers behind it that take both results at once."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(8))
+        del self.net[-1]
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net[:7](torch.cat([self.net[:7](x), self.net[:7](-x)]))
+        return self.head(torch.cat(self.net[7:](h).chunk(2), dim=-1))
+
+
+class Halves(Classifier):
+    """The first half of the chain is called twice, the second half once, on the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[8:](self.net[:8](x) + 0.5 * self.net[:8](x.flip(-1)))
+
+
+class Taught(Classifier):
+    """Learns from what the model itself says of clean rows, without gradients; logs and measures between the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(CLASSES, average="micro")
+        self.filled: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            taught = self(x).softmax(-1)
+        self.filled.append(len(x))
+        self.log("right", self.right(taught, y), on_step=False, on_epoch=True)
+        self.log("sure", taught.max(-1).values.mean())
+        y_of_noisy = self(x + 0.3)
+        self.log("loss", loss := F.cross_entropy(y_of_noisy, y) + F.cross_entropy(y_of_noisy, taught))
+        return loss
+
+
+class Student(Classifier):
+    """The teacher's call comes last."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        noisy = self(x + 0.3)
+        with torch.no_grad():
+            taught = self(x)
+        return F.cross_entropy(noisy, y) + F.mse_loss(noisy, taught)
+
+
+class Gan(Classifier):
+    """A discriminator sees real rows, and then generated ones: the last stages are called before the first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        real = self.net[8:](x)
+        fake = self.net[8:](self.net[:8](x.flip(0)))
+        return F.cross_entropy(real, y) + F.softplus(fake.mean(-1)).mean()
+
+
+class Collects(Mlp):
+    """Counts and collects in the step, where neither the void step nor the rounds may leave a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.count = [], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.count += 1
+        h = self.fc2(self.fc1(x))
+        return self.fc4(F.relu(self.fc3(h)))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + self(2 * x).square().mean()
+
+
+QUIET: dict[str, Any] = {"validate": False}
+ONE = {"num_microbatches": 1}
+DOUBLE = {"precision": "64-true"}
+SAME = {
+    "R-Drop": Case(RDrop, row_loader, {}, {"max_epochs": 2}),
+    "R-Drop, recomputed": Case(RDrop, row_loader, {"recompute": "stage"}, {"accumulate_grad_batches": 2}),
+    "R-Drop, blocks recomputed": Case(RDrop, row_loader, {"recompute": "block"}, **QUIET),
+    "R-Drop, gpipe, other shapes": Case(RDrop, lambda: row_loader((8, 6, 5)), {"schedule": "gpipe"}, **QUIET),
+    "R-Drop, beside skip connections": Case(RDrop, row_loader, {"skip_connections": True}, **QUIET),
+    "SimCLR": Case(SimCLR, row_loader, ONE),
+    "SimCLR with BatchNorm": Case(NormedSimCLR, row_loader, ONE, {"max_epochs": 2}),
+    "the first half twice": Case(Halves, row_loader),
+    "taught by itself": Case(Taught, row_loader, **QUIET),
+    "student": Case(Student, row_loader, **QUIET),
+    "discriminator": Case(Gan, row_loader),
+}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Record]:
+    return {name: one_process(case) for name, case in SAME.items()}
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_as_in_one_process(references: dict[str, Record], num_stages: int):
+    for name, records in zip(SAME, many_on_stages(list(SAME.values()), num_stages), strict=True):
+        try:
+            assert_same(records, references[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+SCHEDULES = ["interleaved_1f1b", "zb_v", "zb_h1", "chimera", "dualpipe"]
+
+
+def test_with_every_kind_of_schedule(references: dict[str, Record]):
+    """Several stages a rank, backwards in two halves, two directions."""
+    cases = [SAME["R-Drop"].but({"schedule": schedule}) for schedule in SCHEDULES]
+    for schedule, records in zip(SCHEDULES, many_on_stages(cases, 2), strict=True):
+        try:
+            assert_same(records, references["R-Drop"])
+        except AssertionError as error:
+            raise AssertionError(f"{schedule}: {error}") from error
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_dropout_of_every_call_is_the_same_on_any_layout(recompute: str):
+    case = Case(RDropDrops, row_loader, {"blocks": "net", "recompute": recompute})
+    one, two, four = (on_stages(case, num_stages) for num_stages in (1, 2, 4))
+    [zb_v] = many_on_stages([case.but({"schedule": "zb_v"})], 2)
+    for records in (two, four, zb_v):
+        assert_ranks_agree(records)
+        assert torch.equal(torch.stack(records[0].losses), torch.stack(one[0].losses))
+        for name, value in one[0].weights.items():
+            # The two calls' gradients of a weight are added up in one backward, in an order that autograd chooses.
+            torch.testing.assert_close(records[0].weights[name], value, **WEIGHTS)
