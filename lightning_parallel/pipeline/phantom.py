@@ -336,9 +336,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         target = args[i] if i < len(args) else kwargs.get(argument.name)
         for real in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(real, Tensor) and not isinstance(real, Phantom):
-                raise Unread(
-                    _unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}")
-                )
+                raise Unread(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
         if isinstance(target, Phantom):
             return target
     return None

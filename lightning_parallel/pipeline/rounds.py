@@ -183,7 +183,7 @@ def contracts(passed: Mapping[int, Passed], known: UnitOutputs) -> dict[int, Con
     for stage in range(max(passed) - 1, -1, -1):
         here, behind = passed[stage], passed[stage + 1]
         results = dict.fromkeys(leaf for leaf in (*behind.wanted, *further) if leaf in here.values)
-        needed = (*behind.needed, *(leaf for leaf in results if leaf not in behind.by_position))
+        needed: tuple[Place, ...] = (*behind.needed, *(leaf for leaf in results if leaf not in behind.by_position))
         agreed[stage] = Contract(here.values, known, needed, going=here.going)
         further = agreed[stage].results()
     return agreed

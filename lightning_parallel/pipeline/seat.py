@@ -185,7 +185,7 @@ class Seat:
         return tree_map_only(Tensor, Tensor.detach, result)
 
     def _go_without(self, microbatch: int, held: _Held, work: StepWork) -> None:
-        """The step calls other stages as it was not expected to: nothing is computed, all that is waited for is sent."""
+        """The step calls other stages as it was not expected to: nothing is computed, what is waited for is sent."""
         work.is_void = True
         if self.arrival is not None and held.arrival is not None:
             self.arrival.answer_void(held.arrival)
@@ -260,7 +260,9 @@ class Seat:
         key = self.cut.streams.begin(work.batch, m)
         values, units = held.inbox.values if held.inbox else {}, held.run.known
         keep = self._to_keep(work.signatures[m])
-        run = held.run = StageRun(self.cut, self.stage, m, key, values, units, False, again=True, keep=keep, going=going)
+        run = held.run = StageRun(
+            self.cut, self.stage, m, key, values, units, False, again=True, keep=keep, going=going
+        )
         run.forward(work.steps[m])
         self._keep_edges(held)
 

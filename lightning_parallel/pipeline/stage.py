@@ -8,13 +8,13 @@ The one idea: every unit's `__call__` is intercepted. While a `StageRun` is acti
 
 The last stage runs the step to its end: the user's loss, the user's logging. Outside a run modules behave as ever.
 A module may be called again while its stage lasts. Where the step calls one when its stage has ended (the whole model
-twice), earlier stages go on with Phantoms of what later ones return, as often as `rounds` found out that they must; left
-out is what needs a later stage's result on an earlier one.
+twice), earlier stages go on with Phantoms of what later ones return, as often as `rounds` found out that they must.
+Left out is what needs a later stage's result on an earlier one; it raises, naming module and stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +138,7 @@ class StageRun:
         self.called: dict[str, int] = {}
         self.again, self.going = again, going
         self.exits = self.after_exit = 0
-        self.has_ended, self.doubt = False, str()
+        self.has_ended, self.doubt = False, ""
         self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
         self.plain = not learn and not self._recomputes_blocks and not keep and not going.after
@@ -229,7 +229,7 @@ class StageRun:
         """One of this stage's units was called when a later stage had been: results may go by to stages further on."""
         self.after_exit += 1
         if self._is_over():
-            self.outputs = {**(self.outputs or {}), **self._made}
+            self._note_outputs(())
             raise StepCut
 
     def _is_over(self) -> bool:
@@ -393,9 +393,10 @@ class StageRun:
         is_first = not start
         needed: dict[int, Phantom] = {}
         for position, leaf in enumerate(leaves, start):
-            if isinstance(leaf, Phantom) and leaf.value is None and all(leaf is not other for other in needed.values()):
-                if is_first or realize(leaf, self.fetch) is None:
-                    needed[position] = leaf
+            if not isinstance(leaf, Phantom) or leaf.value is not None or any(leaf is x for x in needed.values()):
+                continue
+            if is_first or realize(leaf, self.fetch) is None:
+                needed[position] = leaf
         if not self._replaying:
             self._entered += len(leaves)
         return needed
@@ -435,10 +436,17 @@ class StageRun:
                 f" {', '.join(leaf.origin for leaf in missing)}, which stage {self.stage} does not hold. "
                 f"{_LATER if later else 'Pass the value through every block between, or set skip_connections=True.'}"
             )
-        self.outputs = {**(self.outputs or {}), **dict(enumerate(leaves, self._left)), **self._made}
-        self.exits, self.after_exit, self._left = self.exits + 1, 0, self._left + len(leaves)
+        self._note_outputs(leaves)
+        self.exits, self.after_exit = self.exits + 1, 0
         if self._is_over():
             raise StepCut
+
+    def _note_outputs(self, leaves: Sequence[Any]) -> None:
+        """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""
+        self.outputs = self.outputs or {}
+        self.outputs.update(enumerate(leaves, self._left))
+        self.outputs.update(self._made.items())
+        self._left += len(leaves)
 
     def _refuse_phantoms(self, tree: Any, doing: str) -> None:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:

@@ -41,8 +41,8 @@ from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
+from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.step import TrainerStep
 from lightning_parallel.trainer.step_log import LogSpreader, StepIsVoid
 

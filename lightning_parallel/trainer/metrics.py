@@ -103,8 +103,10 @@ class _Watched:
 
 
 class _Reports:
-    """Added to a watched metric's class: resets are counted, what an earlier stage's run of the step lacks is passed by,
-    and a copy (or a pickle) is an ordinary metric again."""
+    """Added to a watched metric's class.
+
+    Resets are counted, a run of an earlier stage passes by what it lacks, a copy (or a pickle) is an ordinary metric.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched: _Watched = vars(self)["_watched"]

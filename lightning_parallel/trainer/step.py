@@ -111,7 +111,6 @@ class TrainerStep:
         Raises:
             StepIsVoid: it was.
         """
-        pipeline = self.strategy.pipeline
         if self.at_loss and work.is_void:
             self.strategy.spreader.announce_void()
             raise StepIsVoid

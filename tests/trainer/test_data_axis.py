@@ -60,6 +60,13 @@ class Conditional(Averaged):
         return self.branch(logits) if bool((x[:, 0] > 1.5).any()) else logits
 
 
+class Twice(Averaged):
+    """Calls the model on two views of its rows."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss((-batch[0], batch[1]))
+
+
 def on_copies(case: Case, copies: int, stages: int) -> list[Record]:
     """The run on so many copies of so many stages; one record a rank."""
 
@@ -98,6 +105,7 @@ CASES = {
     "plain": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2}),
     "accumulated": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "accumulate_grad_batches": 2}),
     "clipped": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "gradient_clip_val": 0.05}),
+    "called twice": Case(Twice, lambda: loader(4), trainer={"max_epochs": 1}),
     "gpipe": Case(Averaged, lambda: loader(4), {"schedule": "gpipe", "num_microbatches": 2}, {"max_epochs": 1}),
 }
 

@@ -61,27 +61,25 @@ class SimCLR(Classifier):
         return F.cross_entropy(similar, torch.arange(len(z)).roll(len(x)))
 
 
-class NormedSimCLR(SimCLR):
-    def __init__(self) -> None:
-        super().__init__(normed())
-
-
 def normed() -> nn.Sequential:
     layers = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
-class Joined(Classifier):
-    """A backbone that is called twice, and layers behind it that take both results at once."""
+class NormedSimCLR(SimCLR):
+    def __init__(self) -> None:
+        super().__init__(normed())
+
+
+class NormedTwice(Classifier):
+    """A mean over rows, so that micro-batches may be compared with a plain loop."""
 
     def __init__(self) -> None:
-        super().__init__(chain(8))
-        del self.net[-1]
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
+        super().__init__(normed())
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.net[:7](torch.cat([self.net[:7](x), self.net[:7](-x)]))
-        return self.head(torch.cat(self.net[7:](h).chunk(2), dim=-1))
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(2 * x), y)
 
 
 class Halves(Classifier):
@@ -206,3 +204,140 @@ def test_dropout_of_every_call_is_the_same_on_any_layout(recompute: str):
         for name, value in one[0].weights.items():
             # The two calls' gradients of a weight are added up in one backward, in an order that autograd chooses.
             torch.testing.assert_close(records[0].weights[name], value, **WEIGHTS)
+
+
+def normed_loop(net: nn.Sequential, num_microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Each micro-batch by its own statistics; the running ones once a call, by those of the whole batch."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
+    for x, y in rows():
+        optimizer.zero_grad()
+        seen: dict[tuple[nn.Module, int], list[Tensor]] = {}
+        total = 0.0
+        for part, labels in zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True):
+            loss = 0.0
+            for call, h in enumerate((part, 2 * part)):
+                for module in net:
+                    if isinstance(module, nn.BatchNorm1d):
+                        seen.setdefault((module, call), []).append(h.detach())
+                        h = F.batch_norm(h, None, None, module.weight, module.bias, training=True)
+                    else:
+                        h = module(h)
+                loss = loss + F.cross_entropy(h, labels) / num_microbatches
+            loss.backward()
+            total += float(loss.detach())
+        for (module, _), inputs in sorted(seen.items(), key=lambda entry: entry[0][1]):
+            module(torch.cat(inputs))  # moves the running statistics once
+        optimizer.step()
+        losses.append(total)
+    return losses, net.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gems"}, {"recompute": "stage"}], ids=str)
+def test_running_statistics_take_a_step_for_every_call(options: dict[str, Any]):
+    torch.manual_seed(1)
+    losses, state = normed_loop(normed(), 2)
+    case = Case(NormedTwice, row_loader, {"num_microbatches": 2, "check_loss": False, **options}, **QUIET)
+    record = on_stages(case, 2)[0]
+    torch.testing.assert_close(torch.stack(record.losses), torch.tensor(losses), rtol=2e-5, atol=2e-6)
+    for name, value in state.items():
+        torch.testing.assert_close(record.weights[f"net.{name}"], value, **WEIGHTS)
+
+
+class Averages(RDrop):
+    """Predicts and tests by the mean of two runs."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        return (self(x) + self(x + 0.1)) / 2
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self.mean(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.mean(batch[0])
+
+
+def predictions(trainer: Any, module: LightningModule) -> Any:
+    tested = trainer.test(module, row_dataset(12, 8), verbose=False)
+    return tested, trainer.predict(module, row_dataset(12, 8))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "chimera"])
+def test_test_and_predict(schedule: str):
+    case = Case(Averages, row_loader, {"schedule": schedule}, after=predictions, **QUIET)
+    (tested, predicted), (first, *others) = one_process(case).extra, on_stages(case, 2)
+    assert first.extra[0] == [pytest.approx(tested[0], rel=2e-5)] and all(o.extra[0] == first.extra[0] for o in others)
+    for ours, theirs in zip(first.extra[1], predicted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def collected(trainer: Any, module: Any) -> Any:
+    """What the module collected; the steps that were measured; what travels to the next stage."""
+    [seat] = trainer.strategy.pipeline.engine.seats.values()
+    contracts = [] if seat.departure is None else list(seat.departure._contracts.values())
+    return module.seen, module.count, trainer.strategy.stats._step, [list(contract.needed) for contract in contracts]
+
+
+def test_a_void_step_leaves_no_trace_and_only_what_is_needed_travels():
+    last, first = (record.extra for record in on_stages(Case(Collects, row_loader, CUT, at_end=collected, **QUIET), 2))
+    assert last == ([2, 2] * 4 * 3, 2 * 4 * 3, 3, [])  # three steps of four micro-batches, each with two calls
+    assert first[2:] == (3, [[0, 1]])  # of each call the argument of `fc3`
+
+
+# -- refused in words --------------------------------------------------------------------------------------------------
+
+
+class FeedsBack(Classifier):
+    """Refines what it said."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(8))
+        self.embed = nn.Linear(CLASSES, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.embed(self.net(x)))
+
+
+class SharesALayer(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc3(self.fc2(self.fc1(x)))
+        return self.fc4(self.fc2(h))
+
+
+class ReadsBetween(Classifier):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        first = F.cross_entropy(self(x), y)
+        return first + (1.0 if first.item() > 0 else 0.5) * F.cross_entropy(self(-x), y)
+
+
+class OnceAndThenTwice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss + self.loss(batch) if batch_idx else loss
+
+
+class TwiceAndThenOnce(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss if batch_idx else loss + self.loss(batch)
+
+
+REFUSED = [
+    (FeedsBack, {}, "a value computed from the output of `embed` (stage 1), whose data stage 0 does not hold. A stage"),
+    (FeedsBack, {}, "makes all its calls of a step before later stages run, so what these return cannot come back"),
+    (SharesALayer, CUT, "make a layer that several stages use one for each and tie their weights"),
+    (
+        ReadsBetween,
+        {},
+        "Here it does so between calls of the model, all of which a stage makes before later stages run",
+    ),
+    (OnceAndThenTwice, {}, "Module `net.0` (stage 0) is called again in one step, and stage 0 has ended by then. Call"),
+    (TwiceAndThenOnce, {}, "the first block of stage 1, as often as before (1 times, not 2). A step must call every"),
+    (RDrop, {"dynamic_shapes": True}, "as often in every step as in the first of its kind (and leave dynamic_shapes"),
+    (SimCLR, {}, "The loss is not a mean over rows. Give PipelineStrategy(loss_weight="),
+]
+
+
+@pytest.mark.parametrize(("make_module", "options", "text"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_refused(make_module: Any, options: dict[str, Any], text: str):
+    assert text in failure_of(Case(make_module, row_loader, options, **QUIET))
