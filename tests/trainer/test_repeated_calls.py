@@ -171,37 +171,47 @@ def references() -> dict[str, Record]:
     return {name: one_process(case) for name, case in SAME.items()}
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_as_in_one_process(references: dict[str, Record], num_stages: int):
-    for name, records in zip(SAME, many_on_stages(list(SAME.values()), num_stages), strict=True):
-        try:
-            assert_same(records, references[name])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+FEW = ["R-Drop", "SimCLR with BatchNorm", "the first half twice", "taught by itself", "discriminator"]
 
 
-SCHEDULES = ["interleaved_1f1b", "zb_v", "zb_h1", "chimera", "dualpipe"]
+@pytest.mark.parametrize(
+    ("num_stages", "names"), [(2, list(SAME)), (4, FEW), pytest.param(4, list(SAME), marks=pytest.mark.slow)]
+)
+def test_as_in_one_process(references: dict[str, Record], num_stages: int, names: list[str]):
+    for name, records in zip(names, many_on_stages([SAME[name] for name in names], num_stages), strict=True):
+        assert_named(name, records, references[name])
 
 
-def test_with_every_kind_of_schedule(references: dict[str, Record]):
+def assert_named(name: str, records: list[Record], reference: Record) -> None:
+    try:
+        assert_same(records, reference)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        ["interleaved_1f1b", "zb_v", "chimera"],
+        pytest.param(["zb_h1", "zb_h2", "looped_bfs", "gems", "dualpipe"], marks=pytest.mark.slow),
+    ],
+    ids=",".join,
+)
+def test_with_every_kind_of_schedule(references: dict[str, Record], schedules: list[str]):
     """Several stages a rank, backwards in two halves, two directions."""
-    cases = [SAME["R-Drop"].but({"schedule": schedule}) for schedule in SCHEDULES]
-    for schedule, records in zip(SCHEDULES, many_on_stages(cases, 2), strict=True):
-        try:
-            assert_same(records, references["R-Drop"])
-        except AssertionError as error:
-            raise AssertionError(f"{schedule}: {error}") from error
+    cases = [SAME["R-Drop"].but({"schedule": schedule}) for schedule in schedules]
+    for schedule, records in zip(schedules, many_on_stages(cases, 2), strict=True):
+        assert_named(schedule, records, references["R-Drop"])
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_dropout_of_every_call_is_the_same_on_any_layout(recompute: str):
-    case = Case(RDropDrops, row_loader, {"blocks": "net", "recompute": recompute})
-    one, two, four = (on_stages(case, num_stages) for num_stages in (1, 2, 4))
-    [zb_v] = many_on_stages([case.but({"schedule": "zb_v"})], 2)
-    for records in (two, four, zb_v):
+def test_dropout_of_every_call_is_the_same_on_any_layout():
+    case = Case(RDropDrops, row_loader, {"blocks": "net"}, **QUIET)
+    [one] = on_stages(case, 1)
+    others = [case.but({"recompute": "stage"}), case.but({"recompute": "block"}), case.but({"schedule": "zb_v"})]
+    for records in [*many_on_stages([case, *others], 2), on_stages(case, 4)]:
         assert_ranks_agree(records)
-        assert torch.equal(torch.stack(records[0].losses), torch.stack(one[0].losses))
-        for name, value in one[0].weights.items():
+        assert torch.equal(torch.stack(records[0].losses), torch.stack(one.losses))
+        for name, value in one.weights.items():
             # The two calls' gradients of a weight are added up in one backward, in an order that autograd chooses.
             torch.testing.assert_close(records[0].weights[name], value, **WEIGHTS)
 
@@ -232,15 +242,14 @@ def normed_loop(net: nn.Sequential, num_microbatches: int) -> tuple[list[float],
     return losses, net.state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gems"}, {"recompute": "stage"}], ids=str)
-def test_running_statistics_take_a_step_for_every_call(options: dict[str, Any]):
+def test_running_statistics_take_a_step_for_every_call():
     torch.manual_seed(1)
     losses, state = normed_loop(normed(), 2)
-    case = Case(NormedTwice, row_loader, {"num_microbatches": 2, "check_loss": False, **options}, **QUIET)
-    record = on_stages(case, 2)[0]
-    torch.testing.assert_close(torch.stack(record.losses), torch.tensor(losses), rtol=2e-5, atol=2e-6)
-    for name, value in state.items():
-        torch.testing.assert_close(record.weights[f"net.{name}"], value, **WEIGHTS)
+    case = Case(NormedTwice, row_loader, {"num_microbatches": 2, "check_loss": False}, **QUIET)
+    for first, _ in many_on_stages([case, case.but({"recompute": "stage"}), case.but({"schedule": "gems"})], 2):
+        torch.testing.assert_close(torch.stack(first.losses), torch.tensor(losses), rtol=2e-5, atol=2e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(first.weights[f"net.{name}"], value, **WEIGHTS)
 
 
 class Averages(RDrop):
@@ -261,13 +270,13 @@ def predictions(trainer: Any, module: LightningModule) -> Any:
     return tested, trainer.predict(module, row_dataset(12, 8))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "chimera"])
-def test_test_and_predict(schedule: str):
-    case = Case(Averages, row_loader, {"schedule": schedule}, after=predictions, **QUIET)
-    (tested, predicted), (first, *others) = one_process(case).extra, on_stages(case, 2)
-    assert first.extra[0] == [pytest.approx(tested[0], rel=2e-5)] and all(o.extra[0] == first.extra[0] for o in others)
-    for ours, theirs in zip(first.extra[1], predicted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+def test_test_and_predict():
+    case = Case(Averages, row_loader, after=predictions, **QUIET)
+    tested, predicted = one_process(case).extra
+    for first, second in many_on_stages([case, *(case.but({"schedule": s}) for s in ("zb_v", "chimera"))], 2):
+        assert first.extra[0] == [pytest.approx(tested[0], rel=2e-5)] and second.extra[0] == first.extra[0]
+        for ours, theirs in zip(first.extra[1], predicted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 def collected(trainer: Any, module: Any) -> Any:
