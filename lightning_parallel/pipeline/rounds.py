@@ -79,6 +79,8 @@ class Rounds:
     def forget_agreements(self) -> None:
         """A step went through in vain: what it agreed on is wrong. On all ranks."""
         self._known.clear()
+        if self.cut.graphs is not None:
+            self.cut.graphs.is_on = False  # it was no step after which libraries have chosen kernels
         for seat in self.seats.values():
             seat.forget_agreements()
 
