@@ -228,8 +228,8 @@ class StageRun:
     def _count_after_exit(self) -> None:
         """One of this stage's units was called when a later stage had been: results may go by to stages further on."""
         self.after_exit += 1
+        self._note_outputs(())
         if self._is_over():
-            self._note_outputs(())
             raise StepCut
 
     def _is_over(self) -> bool:

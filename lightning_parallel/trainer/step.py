@@ -91,7 +91,7 @@ class TrainerStep:
             seat.keep_received = check
         work = self.work()
         with self.metrics.step():
-            with self._unread().recording():
+            with StepLog(self.module, self.ends, self.metrics, self.training, silent=True).recording():
                 self.strategy.repeats.learn(self.kind, work)
             with self.log.recording(), pipeline.streams.step(), self._filling_seen():
                 results = engine.run(work, self.strategy.marks(work.schedule, self.training))
@@ -225,15 +225,12 @@ class TrainerStep:
         by_number = self.received or self._received()
         received = [by_number[i] for i in range(len(self.sizes))]
         whole = self._step_on(self.batch, 0)
-        with self._unread().recording(), pipeline.streams.step():
+        unread = StepLog(self.module, False, self.metrics, self.training)
+        with unread.recording(), pipeline.streams.step():
             check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
         for seat in pipeline.engine.loss_seats:
             seat.received.clear()
         self.received = {}
-
-    def _unread(self) -> StepLog:
-        """Takes no notes."""
-        return StepLog(self.module, False, self.metrics, self.training)
 
     def _weigh(self) -> list[Any]:
         """Weight of each micro-batch, summing to 1."""

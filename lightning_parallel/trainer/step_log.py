@@ -70,11 +70,14 @@ class Note:
 class StepLog:
     """Notes of the `self.log` calls of one step, by micro-batch; `training`: whether `on_step` is the default.
 
-    `loss_stage`: whether steps run to their end on this rank.
+    `loss_stage`: whether steps run to their end on this rank. `silent`: values are looked at, and not noted.
     """
 
-    def __init__(self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool) -> None:
+    def __init__(
+        self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool, silent: bool = False
+    ) -> None:
         self.module, self.loss_stage, self.metrics, self.training = module, loss_stage, metrics, training
+        self.silent = silent
         self.notes: list[Note] = []
         self._seen: dict[tuple[int, str], int] = {}
         self.microbatch = 0
@@ -121,6 +124,8 @@ class StepLog:
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
                 " values that are computed from the last block's output, or set skip_connections=True."
             )
+        if self.silent:
+            return
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1
         if isinstance(value, (Metric, MetricCollection)):
