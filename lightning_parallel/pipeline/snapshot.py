@@ -27,7 +27,8 @@ class Snapshot:
 
     Example:
         >>> model = nn.BatchNorm1d(2)
-        >>> model.seen, snapshot = [1], Snapshot(model)
+        >>> model.seen = [1]
+        >>> snapshot = Snapshot(model)
         >>> _, _ = model(torch.ones(3, 2)), model.seen.append(2)
         >>> snapshot.restore()
         >>> model.seen, int(model.num_batches_tracked)
