@@ -98,13 +98,11 @@ class Taught(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.right = MulticlassAccuracy(CLASSES, average="micro")
-        self.filled: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         with torch.no_grad():
             taught = self(x).softmax(-1)
-        self.filled.append(len(x))
         self.log("right", self.right(taught, y), on_step=False, on_epoch=True)
         self.log("sure", taught.max(-1).values.mean())
         y_of_noisy = self(x + 0.3)
@@ -204,8 +202,10 @@ def assert_named(name: str, records: list[Record], reference: Record) -> None:
 def test_with_every_kind_of_schedule(references: dict[str, Record], schedules: list[str]):
     """Several stages a rank, backwards in two halves, two directions."""
     cases = [SAME["R-Drop"].but({"schedule": schedule}) for schedule in schedules]
-    for schedule, records in zip(schedules, many_on_stages(cases, 2), strict=True):
+    *others, measured = many_on_stages([*cases, SAME["taught by itself"].but({"schedule": schedules[-1]})], 2)
+    for schedule, records in zip(schedules, others, strict=True):
         assert_named(schedule, records, references["R-Drop"])
+    assert_named(schedules[-1], measured, references["taught by itself"])
 
 
 def test_dropout_of_every_call_is_the_same_on_any_layout():
