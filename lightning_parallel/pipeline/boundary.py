@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.pipeline.calls import ONCE, Going
 from lightning_parallel.pipeline.channel import AnyChannel, AnyReceipt
 from lightning_parallel.pipeline.phantom import Leaf, PhantomError
-from lightning_parallel.pipeline.stage import ONCE, Going, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta, describe
 
 

@@ -18,11 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
+from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Leaf, PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
-from lightning_parallel.pipeline.stage import Going, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta, describe
 from lightning_parallel.pipeline.work import StepWork
 

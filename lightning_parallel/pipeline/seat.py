@@ -18,12 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
+from lightning_parallel.pipeline.calls import ONCE
 from lightning_parallel.pipeline.channel import AnyReceipt
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import ONCE, CalledAgain, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import CalledAgain, Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -218,6 +219,7 @@ class Seat:
         """Keep where gradients enter, not the tensors: what was sent may be freed when it has left."""
         run, contract = held.run, held.departure
         assert run is not None and run.outputs is not None and contract is not None
+        run.refuse_written(contract.travelling())
         for position in contract.travelling():
             if contract.values[position][1]:
                 held.edges[position] = get_gradient_edge(run.outputs[position])

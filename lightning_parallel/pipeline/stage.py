@@ -14,9 +14,8 @@ Left out is what needs a later stage's result on an earlier one; it raises, nami
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.pipeline import calls
+from lightning_parallel.pipeline.calls import ONCE, Going, nth
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.leftovers import (
@@ -50,32 +51,7 @@ from lightning_parallel.pipeline.random_streams import repeated
 from lightning_parallel.pipeline.values import describe, realize, summon
 
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
-_CALL = ", call "
-_LATER = (
-    "A stage makes all its calls of a step before later stages run, so what these return cannot come back to it: choose"
-    " blocks= (in the order in which they run) so that both share a stage, make a layer that several stages use one for"
-    " each and tie their weights, or train with one stage."
-)
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
-
-
-@dataclass(frozen=True)
-class Going:
-    """How far a run goes.
-
-    Args:
-        exits: it is over when the next stage's first block was called so often,
-        after: and this stage's units so often since.
-        finding: nobody knows yet: it goes on until it would need what a unit of another stage returns for the first
-            time.
-    """
-
-    exits: int = 1
-    after: int = 0
-    finding: bool = False
-
-
-ONCE = Going()
 
 
 class StepCut(BaseException):
@@ -104,6 +80,7 @@ class StageRun:
         by_position: units' results that are among the first block's arguments.
         outputs: what may be sent, set where the next stage's first block is called: leaves of its arguments by
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
+        versions: how often outputs by position had been written to then, where they are sent later.
         exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
@@ -132,6 +109,7 @@ class StageRun:
         self.record: UnitOutputs | None = {} if learn else None
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
         self.outputs: dict[Place, Any] | None = None
+        self.versions: dict[Place, int] = {}
         self.wanted: dict[Leaf, None] = {}
         self.by_position: set[Leaf] = set()
         self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
@@ -161,24 +139,16 @@ class StageRun:
         except Unread as error:
             if self.is_last or not self.exits:
                 raise
-            raise Unread(
-                f"{error} Here it does so between calls of the model, all of which a stage makes before later stages"
-                " run: read it behind the last call."
-            ) from error
+            raise Unread(f"{error} {calls.NOT_BETWEEN}") from error
         self.has_ended = True
         if not self.is_last and not self.going.finding:
-            skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
+            first_block = self.cut.first_block(self.stage + 1)
             raise PhantomError(
-                f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
-                f" first block of stage {self.stage + 1}{self._times()}. A step must call every block, in order; use"
-                f" fewer stages or other blocks=.{skip}"
+                calls.not_all_called(self.stage, first_block, self.exits, self.going, returned_none=result is None)
             )
         if self.is_last:
             self._refuse_phantoms(result, "returns")
         return result
-
-    def _times(self) -> str:
-        return f", as often as before ({self.exits} times, not {self.going.exits})" if self.going.exits > 1 else ""
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -209,7 +179,7 @@ class StageRun:
         if before_this and not self.cut.keeps_pace(unit.name, self.called):
             return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
-            self._reach(unit, _nth(hook.name, before_this), args, kwargs)
+            self._reach(unit, nth(hook.name, before_this), args, kwargs)
         self.called[unit.name] = before_this + 1
         if unit.stage != self.stage:
             return self._phantom_result(hook, owner, args, kwargs, before_this)
@@ -220,7 +190,7 @@ class StageRun:
         else:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
         if self._keep or (self._keep is not None and self.record is not None):
-            self._put_aside(_nth(hook.name, before_this), result)
+            self._put_aside(nth(hook.name, before_this), result)
         if self.exits:
             self._count_after_exit()
         return result
@@ -244,9 +214,9 @@ class StageRun:
         attributes = tensor_attributes(owner)
         with hooks_inside(hook.inside) as shown:
             result = self._compute(hook, module, args, kwargs, before_this)
-        self.record[_nth(hook.name, before_this)] = describe(result)
-        self.record[_nth(hook.left, before_this)] = left_behind(owner, attributes)
-        self.record[_nth(hook.shown, before_this)] = shown
+        self.record[nth(hook.name, before_this)] = describe(result)
+        self.record[nth(hook.left, before_this)] = left_behind(owner, attributes)
+        self.record[nth(hook.shown, before_this)] = shown
         return result
 
     def _put_aside(self, unit: str, result: Any) -> None:
@@ -269,15 +239,9 @@ class StageRun:
         """A call in a recomputation, which may begin or end within another stage's blocks."""
         unit = hook.unit
         if unit.stage > self.stage:
-            raise PhantomError(
-                f"A recomputation on stage {self.stage} runs on into `{unit.name}` of stage {unit.stage}. Leave early"
-                " stop of torch.utils.checkpoint on, or checkpoint blocks one by one."
-            )
+            raise PhantomError(calls.runs_on(unit, self.stage))
         if self.called.get(unit.name, 0) > 1:
-            raise PhantomError(
-                f"A recomputation calls `{unit.name}` (stage {unit.stage}), which the step calls more than once: which"
-                ' call it repeats cannot be told. Use PipelineStrategy(recompute="block"), or checkpoint inside it.'
-            )
+            raise PhantomError(calls.which_call(unit))
         if unit.stage < self.stage:
             return self._phantom_result(hook, owner, args, kwargs, 0)
         self._enter_at_first_block(unit, args, kwargs)
@@ -293,10 +257,7 @@ class StageRun:
             self._draw_and_call, hook, module, args, kwargs, before_this, use_reentrant=False, preserve_rng_state=False
         )
         if _versions(args, kwargs) != before:
-            raise ValueError(
-                f"Block `{hook.name}` writes into its arguments, so the backward cannot compute it again from them. Use"
-                ' inplace=False in its first layer, or recompute="none".'
-            )
+            raise ValueError(calls.written_by(hook.name))
         return result
 
     def _draw_and_call(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
@@ -310,33 +271,21 @@ class StageRun:
             self.cut.streams.start(key ^ hook.stream_behind)
 
     def _phantom_result(self, hook: Hook, owner: nn.Module, args: Any, kwargs: Any, before_this: int) -> Any:
-        name = _nth(hook.name, before_this)
+        name = nth(hook.name, before_this)
         if name not in self.known:
             if self.going.finding:
                 raise StepCut
-            self._refuse_unknown(hook.unit, before_this)
-        left = self.known.get(_nth(hook.left, before_this))
+            if before_this or hook.stage > self.stage:
+                raise CalledAgain(calls.called_again(hook.unit))
+            raise PhantomError(calls.never_called(hook.unit, self.stage))
+        left = self.known.get(nth(hook.left, before_this))
         if left:
             leave_phantoms(owner, left, self.cut.device, hook.origin)
         result = summon(self.known[name], self.cut.device, hook.origin, name)
         self.cut.streams.start(self.key ^ repeated(before_this) ^ hook.stream_behind)
         if any(hook.hooks_inside):
-            call_hooks_inside(hook.inside, self.known.get(_nth(hook.shown, before_this)), self.cut.device, hook.unit)
+            call_hooks_inside(hook.inside, self.known.get(nth(hook.shown, before_this)), self.cut.device, hook.unit)
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
-
-    def _refuse_unknown(self, unit: Unit, before_this: int) -> None:
-        """A unit of another stage that this stage calls and that stage did not."""
-        if before_this or unit.stage > self.stage:
-            raise CalledAgain(
-                f"Module `{unit.name}` (stage {unit.stage}) is called again in one step, and stage {unit.stage} has"
-                " ended by then. Call it as often in every step as in the first of its kind (and leave dynamic_shapes"
-                " off), join the inputs and call it once, or train with one stage."
-            )
-        raise PhantomError(
-            f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
-            f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
-            f' or move it with stages={{"{unit.name}": {self.stage}}}.'
-        )
 
     def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any) -> None:
         if unit.block == self._first_block and self.stage:
@@ -362,20 +311,12 @@ class StageRun:
         needed = self._lacking(args, kwargs)
         carry_gradients = any(position in self.inputs and self.inputs[position].requires_grad for position in needed)
         if self._grad and not torch.is_grad_enabled() and carry_gradients:
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} is called without gradients inside a training step, as"
-                " reentrant activation checkpointing does. Use torch.utils.checkpoint.checkpoint(...,"
-                " use_reentrant=False)."
-            )
+            raise PhantomError(calls.without_gradients(unit, self.stage))
         missing = [str(leaf.origin) for position, leaf in needed.items() if position not in self.inputs]
         if missing and self.going.finding:
             raise StepCut
         if missing and is_first:
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1}"
-                " does not hold or did not send at first. Pass the value through every block between, set"
-                " skip_connections=True, or dynamic_shapes=True if the block's arguments change from batch to batch."
-            )
+            raise PhantomError(calls.not_sent(unit, self.stage, missing))
         needed = {position: leaf for position, leaf in needed.items() if position in self.inputs}
         for position, leaf in needed.items():
             leaf.bind(self.inputs[position])
@@ -407,17 +348,10 @@ class StageRun:
         if unit.stage == self.stage + 1 and unit.block == layout.bounds[self.stage + 1]:
             last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
             if last_block not in self.called and (self.going == ONCE or self.going.finding):
-                self._doubt(
-                    f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with"
-                    " blocks=."
-                )
+                self._doubt(calls.out_of_order(unit, last_block))
             self._exit(unit, args, kwargs)
         elif name not in self.known:
-            self._doubt(
-                f"Stage {self.stage} reached module `{unit.name}` of stage {unit.stage} before"
-                f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules"
-                f' in the order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
-            )
+            self._doubt(calls.too_early(unit, self.stage, self.cut.first_block(self.stage + 1)))
 
     def _doubt(self, words: str) -> None:
         """The step calls stages out of order: wrong, unless it calls them again."""
@@ -430,16 +364,27 @@ class StageRun:
         leaves = tree_flatten(self.realized((args, kwargs)))[0]
         missing = [leaf for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
-            later = any(map(self._comes_later, missing))
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from"
-                f" {', '.join(leaf.origin for leaf in missing)}, which stage {self.stage} does not hold. "
-                f"{_LATER if later else 'Pass the value through every block between, or set skip_connections=True.'}"
-            )
+            remedy = calls.LATER if any(map(self._comes_later, missing)) else calls.THROUGH_BLOCKS
+            raise PhantomError(calls.not_held(unit, self.stage, [leaf.origin for leaf in missing], remedy))
+        if self.going != ONCE:
+            leaves = self._watched(leaves)
         self._note_outputs(leaves)
         self.exits, self.after_exit = self.exits + 1, 0
         if self._is_over():
             raise StepCut
+
+    def _watched(self, leaves: Sequence[Any]) -> list[Any]:
+        """Values that are sent when the step has gone on. It may write into them; copies, where nothing saves them."""
+        kept = [x if torch.is_grad_enabled() or not isinstance(x, Tensor) else x.clone() for x in leaves]
+        self.versions.update((i, version_of(x)) for i, x in enumerate(kept, self._left) if isinstance(x, Tensor))
+        return kept
+
+    def refuse_written(self, places: Iterable[Place]) -> None:
+        """Raise if outputs are not what they were when the next stage's first block was called."""
+        for place in places:
+            version = self.versions.get(place)
+            if version is not None and self.outputs is not None and version_of(self.outputs[place]) != version:
+                raise PhantomError(calls.written_to(self.stage, self.cut.first_block(self.stage + 1)))
 
     def _note_outputs(self, leaves: Sequence[Any]) -> None:
         """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""
@@ -453,28 +398,20 @@ class StageRun:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    f" hold. {_LATER if self._comes_later(leaf) else self._remedy(leaf.origin)}"
+                    f" hold. {calls.LATER if self._comes_later(leaf) else self._remedy(leaf.origin)}"
                 )
 
     def _comes_later(self, phantom: Phantom) -> bool:
         """Whether a Phantom was computed from what a later stage returns."""
-        roots = [leaf.leaf[0].split(_CALL)[0] for leaf in phantom.leaves or (phantom,) if leaf.leaf is not None]
+        roots = [calls.name_of(leaf.leaf[0]) for leaf in phantom.leaves or (phantom,) if leaf.leaf is not None]
         return any(unit.stage > self.stage for unit in self.cut.layout.units if unit.name in roots)
 
     def _remedy(self, origin: str) -> str:
         """What to do about a value that this stage lacks."""
         for unit in self.cut.layout.units:
             if unit.block is None and origin.startswith(f"parameter `{unit.name}."):
-                return f'Move its module with stages={{"{unit.name}": {self.stage}}}.'
-        return (
-            "Pass it through the blocks (as an argument of the block where the stage begins), set"
-            " skip_connections=True, or choose blocks= so that producer and reader share a stage."
-        )
-
-
-def _nth(name: str, before_this: int) -> str:
-    """A key for what one of several calls of a unit made."""
-    return f"{name}{_CALL}{before_this + 1}" if before_this else name
+                return f"Move its module with {calls.moved(unit.name, self.stage)}."
+        return calls.NEARER
 
 
 def _versions(*trees: Any) -> list[int]:

@@ -344,6 +344,34 @@ class ReadsBetween(Classifier):
         return first + (1.0 if first.item() > 0 else 0.5) * F.cross_entropy(self(-x), y)
 
 
+class Adds(nn.Module):
+    """Saves nothing of its argument for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class WritesBehind(Mlp):
+    """Changes what it has handed to a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc3 = Adds()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.fc2(self.fc1(x)))
+        y = self.fc3(h)
+        return self.fc4(y * h.mul_(0.5).sum(-1, keepdim=True).detach().sign())
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(-x), y)
+
+
 class OnceAndThenTwice(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -365,11 +393,21 @@ REFUSED = [
         {},
         "Here it does so between calls of the model, all of which a stage makes before later stages run",
     ),
+    (WritesBehind, CUT, "The step writes into an argument of `fc3` after it called it, and before it calls it again:"),
     (OnceAndThenTwice, {}, "Module `net.0` (stage 0) is called again in one step, and stage 0 has ended by then. Call"),
     (TwiceAndThenOnce, {}, "the first block of stage 1, as often as before (1 times, not 2). A step must call every"),
     (RDrop, {"dynamic_shapes": True}, "as often in every step as in the first of its kind (and leave dynamic_shapes"),
     (SimCLR, {}, "The loss is not a mean over rows. Give PipelineStrategy(loss_weight="),
 ]
+
+
+class ValidatesWithWrites(WritesBehind):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.fc4(self.fc3(self.fc2(self.fc1(batch[0])))), batch[1])
+
+
+def test_without_gradients_a_step_may_write_into_what_it_handed_on():
+    assert_parity(Case(ValidatesWithWrites, row_loader, CUT), stages=(2,))
 
 
 @pytest.mark.parametrize(("make_module", "options", "text"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
