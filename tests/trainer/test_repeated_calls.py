@@ -46,6 +46,16 @@ class RDrop(Classifier):
         return F.cross_entropy(a, y) + F.cross_entropy(b, y) + alike
 
 
+class SharedActivation(RDrop):
+    """One module without parameters at several places of the chain, and some before all that have any."""
+
+    def __init__(self) -> None:
+        Classifier.__init__(self, nn.Identity())
+        act = nn.Tanh()
+        layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), act)]
+        self.net = nn.Sequential(nn.Flatten(), nn.Softsign(), *layers, nn.Softsign(), nn.Linear(WIDTH, CLASSES))
+
+
 class RDropDrops(RDrop):
     rate = 0.3
 
@@ -158,6 +168,7 @@ SAME = {
     "R-Drop, blocks recomputed": Case(RDrop, row_loader, {"recompute": "block"}, **QUIET),
     "R-Drop, gpipe, other shapes": Case(RDrop, lambda: row_loader((8, 6, 5)), {"schedule": "gpipe"}, **QUIET),
     "R-Drop in bf16": Case(RDrop, row_loader, {}, {"precision": "bf16-mixed"}, **QUIET),
+    "R-Drop, an activation shared": Case(SharedActivation, row_loader, {"partition": "count"}, **QUIET),
     "SimCLR": Case(SimCLR, row_loader, ONE),
     "SimCLR with BatchNorm": Case(NormedSimCLR, row_loader, ONE, {"max_epochs": 2}),
     "the first half twice": Case(Halves, row_loader),
