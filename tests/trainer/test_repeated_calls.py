@@ -384,6 +384,23 @@ class WritesBehind(Mlp):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(-x), y)
 
 
+class Says(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), lambda: None
+
+
+class SaysTooMuch(Mlp):
+    """The last stage returns what other stages, which go on behind it, cannot be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc4 = Says(8, CLASSES)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x)[0], y) + F.cross_entropy(self(-x)[0], y)
+
+
 class OnceAndThenTwice(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -405,6 +422,7 @@ REFUSED = [
         {},
         "Here it does so between calls of the model, all of which a stage makes before later stages run",
     ),
+    (SaysTooMuch, CUT, "What the modules of stage 1 return cannot be described to the other stages: "),
     (WritesBehind, CUT, "The step writes into an argument of `fc3` after it called it, and before it calls it again:"),
     (OnceAndThenTwice, {}, "Module `net.0` (stage 0) is called again in one step, and stage 0 has ended by then. Call"),
     (TwiceAndThenOnce, {}, "the first block of stage 1, as often as before (1 times, not 2). A step must call every"),
