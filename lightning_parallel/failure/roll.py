@@ -70,6 +70,7 @@ class Peer:
     line: Line
     status: Status
     heard: float
+    done: bool = False  # came to the end of its run
     finished: bool = False  # said goodbye
     gone_since: float | None = None  # its connection ended without a goodbye
     unconfirmed: int = 0  # failures and goodbyes it has not confirmed
@@ -93,6 +94,7 @@ class Party:
     world_size: int
     peers: dict[int, Peer] = field(default_factory=dict)
     failure: Failure | None = None
+    done: bool = False
     finished: bool = False
     looked: float = field(default_factory=time.monotonic)
 
@@ -120,6 +122,10 @@ class Party:
         self.finished = True
         for peer in self.peers.values():
             peer.tell("bye")
+
+    def part(self) -> bool:
+        """This rank has come to the end of its run: whether all have."""
+        raise NotImplementedError
 
     def settled(self) -> bool:
         """Whether everything said has arrived."""
@@ -149,6 +155,8 @@ class Party:
                 peer.status = body
             elif kind == "confirmed":
                 peer.unconfirmed -= 1
+            elif kind == "done":
+                peer.done = True
             else:
                 peer.finished |= kind == "bye"
                 peer.tell("confirmed")
@@ -232,6 +240,13 @@ class Hub(Party):
     def report(self, blob: bytes) -> None:
         """A failure of this rank itself."""
         self.learn(Failure.from_bytes(blob), blob)
+
+    def part(self) -> bool:
+        if not self.done and len(self.peers) == self.world_size - 1 and all(p.done for p in self.peers.values()):
+            self.done = True
+            for peer in self.peers.values():
+                peer.tell("done")
+        return self.done
 
     def settled(self) -> bool:
         return len(self.peers) == self.world_size - 1 and super().settled()
@@ -318,6 +333,12 @@ class Spoke(Party):
     def report(self, blob: bytes) -> None:
         """Tell rank 0, which answers with the run's first failure: this one, or another."""
         self.peers[0].line.send(("failure", blob))
+
+    def part(self) -> bool:
+        if not self.done:
+            self.done = True
+            self.peers[0].tell("done")
+        return self.peers[0].done
 
     def alone(self) -> bool:
         return True
