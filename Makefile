@@ -1,6 +1,7 @@
 # make demo    train two small models on 4 CPU processes, see the bubble and a timeline
 # make test    the tests (minutes), two at a time; JOBS=1 one by one, JOBS=8 on a large machine
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
+# make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-lowest   the same with the lowest versions that we support, in an environment of their own (a CUDA build, GBs)
 # make check   formatting, lint, types, import rule, doctests
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo test test-slow test-all test-lowest check format clean
+.PHONY: demo test test-slow test-vision test-all test-lowest check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -25,6 +26,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not hours"
+
+test-vision: $(VENV)/vision/.installed
+	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -q tests/trainer/test_vision_models.py
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
@@ -49,6 +53,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+$(VENV)/vision/.installed: $(STAMP) Makefile
+	rm -rf $(VENV)/vision
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/vision torchvision==0.28.0 timm==1.0.31
+	touch $@
 
 .venv-lowest/.installed: pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST)/python || $(PYTHON) -m venv .venv-lowest
