@@ -64,7 +64,13 @@ class Hub(Party):
         return len(self.peers) == self.world_size - 1 and super().settled()
 
     def stuck(self) -> Failure | None:
-        """Whether every rank that has not finished waits, and has for long."""
+        """Whether every rank that has not finished waits, and has for long.
+
+        What ranks said before another one finished does not count: it may have been what they waited for.
+        """
+        since = self.last_left + self.patience.beat_s
+        if any(not peer.finished and peer.told <= since for peer in self.peers.values()):
+            return None
         everyone = [(self.own, self.finished)] + [(peer.status, peer.finished) for peer in self.peers.values()]
         running = [status for status, finished in everyone if not finished]
         shortest = min((status.blocked_for for status in running), default=0.0)
