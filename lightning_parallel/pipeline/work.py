@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_parallel.pipeline.schedule import Action, Schedule
+
+if TYPE_CHECKING:
+    from lightning_parallel.pipeline.early_sums import Round
 
 
 @dataclass
@@ -24,6 +27,7 @@ class StepWork:
         scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
         after_forwards: called with the results once the last of this rank's is there, or None.
         after_action: called with -1 before the first action, and after each one with its number in the row; or None.
+        early: what sends gradients to other copies of the model as the last backwards make them, or None.
     """
 
     schedule: Schedule
@@ -34,6 +38,7 @@ class StepWork:
     scales: Sequence[Tensor] = ()
     after_forwards: Callable[[list[Any]], None] | None = None
     after_action: Callable[[int], None] | None = None
+    early: Round | None = None
 
     @property
     def training(self) -> bool:

@@ -61,6 +61,7 @@ class TrainerStep:
         """What the engine is asked to do."""
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
         pipeline = strategy.pipeline
+        early, after_action = strategy.sums_while_running(self.schedule) if self.training else (None, None)
         return StepWork(
             schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
@@ -69,7 +70,8 @@ class TrainerStep:
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._after_forwards(),
-            after_action=pipeline.sums.begin(self.schedule) if pipeline.sums is not None and self.training else None,
+            after_action=after_action,
+            early=early,
         )
 
     def _after_forwards(self) -> Callable[[list[Any]], None] | None:
