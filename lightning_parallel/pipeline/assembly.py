@@ -32,6 +32,7 @@ from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
 from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients
+from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_costs
@@ -155,6 +156,7 @@ class Pipeline:
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
+        self.rounds = Rounds(self.cut, seats, self.all_gather, fail)
 
     @property
     def num_ranks(self) -> int:

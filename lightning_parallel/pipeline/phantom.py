@@ -47,6 +47,10 @@ class PhantomError(RuntimeError):
     """The user's step read or wrote something that lives on another stage."""
 
 
+class Unread(PhantomError):
+    """It asked for data where only shapes are known."""
+
+
 @dataclass
 class Recipe:
     """How a Phantom was computed.
@@ -156,9 +160,9 @@ class Phantom(Tensor):
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
             if isinstance(x, (ForeignParameter, ForeignGradient)) and not allowed:
-                raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
+                raise Unread(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
-            raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
+            raise Unread(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
         recipe = Recipe.of(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = func(*args, **kwargs)
@@ -184,7 +188,7 @@ class Phantom(Tensor):
         try:
             result = _infer(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
+            raise Unread(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
             _refuse_reshape(func, written, result)
             for leaf in written.leaves or (written,):
@@ -333,9 +337,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         target = args[i] if i < len(args) else kwargs.get(argument.name)
         for real in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(real, Tensor) and not isinstance(real, Phantom):
-                raise PhantomError(
-                    _unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}")
-                )
+                raise Unread(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
         if isinstance(target, Phantom):
             return target
     return None

@@ -80,6 +80,13 @@ class GradientSums:
 
         return after
 
+    def cancel(self) -> None:
+        """The sums of a step that begins anew are of no use."""
+        for under_way in self._under_way:
+            for bucket in [*under_way.sent, *([under_way.counts] if under_way.counts is not None else [])]:
+                bucket.wait()
+        self._under_way.clear()
+
     def _start(self, share: Share) -> None:
         parameters = [(entry, self._table.model.get_parameter(entry.name)) for entry in share.entries]
         parameters = [(entry, parameter) for entry, parameter in parameters if parameter.requires_grad]

@@ -35,14 +35,24 @@ class PipelineGradients(PipelineSchedules):
         first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
         return first_of_window and not is_overridden("optimizer_zero_grad", module)
 
-    def sums_while_running(self, schedule: Schedule) -> tuple[Round | None, Callable[[int], None] | None]:
+    def sums_while_running(
+        self, schedule: Schedule, may_begin_anew: bool
+    ) -> tuple[Round | None, Callable[[int], None] | None]:
         """What begins sums of gradients while a training step's backwards run: over the copies of the model where the
-        optimizer steps after it, or over the replicas of a stage; and what is called after each action."""
+        optimizer steps after it, or over the replicas of a stage; and what is called after each action.
+
+        Copies add up at the end of a step that may begin anew, since one copy might and another not.
+        """
         pipeline, module = self.pipeline, self.lightning_module
         assert module is not None
         if pipeline.sums is not None:
             return None, pipeline.sums.begin(schedule)
-        if pipeline.early is None or self._accumulating or is_overridden("optimizer_zero_grad", module):
+        if (
+            may_begin_anew
+            or pipeline.early is None
+            or self._accumulating
+            or is_overridden("optimizer_zero_grad", module)
+        ):
             return None, None
         early = pipeline.early.begin(schedule)
         return early, None if early is None else early.after
