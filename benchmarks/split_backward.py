@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/split_backward.py [--pairs 30] [--blocks 8] [--width 2048] [--sizes 1x1024 2x2048]
 
-One GPU (bf16), or a CPU (fp32, one thread, tiny sizes: what is left is the host's time, of this thread alone). A pair is
+One GPU (bf16), or a CPU (fp32, one thread, tiny sizes: what is left is the time of this thread alone). A pair is
 a forward and a whole backward, the same with our split, and, where it runs, the same with the split of
 torch.distributed.pipelining, one after another in changing order, each between two synchronisations. Ratios are medians
 over pairs, with their quartiles. "On top" is the same where gradients are there already, as they are for all
