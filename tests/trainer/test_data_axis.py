@@ -171,7 +171,7 @@ def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
 
 
 class Unfinished(Sent):
-    """Notes whenever a bucket leaves how many of this rank's parameters have no gradient yet."""
+    """Notes whenever a bucket leaves how many of this rank's parameters have no gradient yet, in the last step."""
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         begin, own = dist.all_reduce, trainer.strategy.pipeline.own
@@ -183,6 +183,9 @@ class Unfinished(Sent):
 
         dist.all_reduce = all_reduce  # this process ends with the run
 
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counts.clear()
+
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         self.counts.append(-1)  # the step's actions are over
 
@@ -191,7 +194,7 @@ class Unfinished(Sent):
 def test_a_bucket_leaves_before_the_last_backward_or_w_of_its_stage_has_ended(schedule: str, unfinished: list[int]):
     """Of four layers, two are on their way when the other two have no gradient, or (biases come with I) no weight's."""
     strategy = {"schedule": schedule, "num_microbatches": 1}
-    once = case(Averaged, strategy, limit_train_batches=1, callbacks=lambda: [Unfinished()])
+    once = case(Averaged, strategy, limit_train_batches=2, callbacks=lambda: [Unfinished()])
     assert [record.extra for record in on_copies(once.but(validate=False), 2, 2)] == [unfinished] * 4
 
 
