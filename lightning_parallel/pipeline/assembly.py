@@ -22,6 +22,7 @@ from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChanne
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.early_sums import EarlySums
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
@@ -136,6 +137,10 @@ class Pipeline:
         graphs = SharedGraphs(device) if cuda_graphs else None
         own = [parameter for _, parameter in self.own]
         self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
+        unseen = (graphs.adds_to,) if graphs is not None else ()
+        begins_early = self.data.size > 1 and self.num_replicas == 1
+        early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen) if begins_early else None
+        self.early = early
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
@@ -374,6 +379,10 @@ class Pipeline:
             opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self._copies]
             groups[rows] = opened[self.copy]
         return groups
+
+    def _open_sum_group(self) -> Any:
+        """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
+        return [dist.new_group([ranks[row] for ranks in self._copies]) for row in range(len(self.ranks))][self.row]
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline import foreach
+from lightning_parallel.pipeline.callers import called_past_its_module
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -358,6 +359,12 @@ def _unread(x: Phantom, what: str) -> str:
             f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...)"
             " or Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this"
             " rank holds."
+        )
+    if isinstance(x, ForeignParameter) and (call := called_past_its_module(x)) is not None:
+        return (
+            f"The step calls {call}, and so uses {x.origin}, which this stage does not hold. Stages follow calls of"
+            " whole modules alone: call the module, and let its forward do what you need of it, or make that a module"
+            " of its own."
         )
     if isinstance(x, ForeignParameter) or x.origin.startswith("parameter `"):
         return (

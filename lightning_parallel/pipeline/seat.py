@@ -237,7 +237,7 @@ class Seat:
             self._run_again(held, work)
             deferred = self._prepare(action, held)
         if gradients and held.run is not None:
-            with held.run.replay():
+            with held.run.replay(), work.early.backward(action) if work.early is not None else nullcontext():
                 if deferred is None:
                     torch.autograd.backward(held.roots(), gradients)
                 else:
@@ -249,11 +249,11 @@ class Seat:
     def _prepare(self, action: Action, held: _Held) -> Deferred | None:
         return Deferred(held.roots(), self.cut.graphs) if action.kind == "I" and held.run is not None else None
 
-    def weights(self, action: Action) -> None:
+    def weights(self, action: Action, work: StepWork) -> None:
         """W: the products of weights that an I left waiting."""
         deferred = self._waiting.pop(action.microbatch, None)  # none where the I had nothing to do
         if deferred is not None:
-            deferred.run()
+            deferred.run(None if work.early is None else work.early.weights(action, deferred.parameters))
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""

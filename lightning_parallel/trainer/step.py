@@ -62,6 +62,10 @@ class TrainerStep:
         """What the engine is asked to do."""
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
         pipeline = strategy.pipeline
+        may_begin_anew = strategy.repeats.is_first(self.kind)
+        early, after_action = (
+            strategy.sums_while_running(self.schedule, may_begin_anew) if self.training else (None, None)
+        )
         self._work = StepWork(
             schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
@@ -70,8 +74,9 @@ class TrainerStep:
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._after_forwards(),
-            after_action=pipeline.sums.begin(self.schedule) if pipeline.sums is not None and self.training else None,
-            may_begin_anew=strategy.repeats.is_first(self.kind),
+            after_action=after_action,
+            early=early,
+            may_begin_anew=may_begin_anew,
         )
         return self._work
 
