@@ -24,8 +24,11 @@ from lightning_parallel.failure.watch import Patience
 from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
+from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.bucket import Ranks
+from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import NativeEngine
@@ -35,8 +38,12 @@ from lightning_parallel.zero.promise import ModelStates
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Engine = Literal["native", "fsdp2"]
-_ENGINES: dict[int, tuple[Engine, ...]] = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}
+Engine = Literal["native", "fsdp2", "deepspeed"]
+_ENGINES: dict[int, tuple[Engine, ...]] = {
+    1: ("native", "deepspeed"),
+    2: ("native", "fsdp2", "deepspeed"),
+    3: ("fsdp2", "deepspeed"),
+}
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -50,15 +57,17 @@ class ZeROStrategy(ZeROCheckpoints):
     Args:
         stage: 1 divides optimizer states, 2 gradients too, 3 parameters too.
         engine: "native" for stages 1 and 2, flat buckets of this library; "fsdp2" for stages 2 and 3, PyTorch's
-            `fully_shard`. Default is native where it can.
-        bucket_mb: native: megabytes of gradients that are reduced at a time.
+            `fully_shard`; "deepspeed" for all three (`pip install lightning-parallel[deepspeed]`). Default is native
+            where it can.
+        bucket_mb: native, deepspeed: megabytes of gradients that are reduced at a time.
         blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a
             container, or names of blocks.
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
         shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
             parts on every such group, between which gradients are averaged part by part. Default is all ranks.
-        offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
+        offload: keep optimizer states (fsdp2: parameters and gradients too; deepspeed in stage 3: parameters too) in
+            the host's memory, and update there.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
             is resumed from, whichever is set; every rank then reads all of it.
@@ -67,6 +76,7 @@ class ZeROStrategy(ZeROCheckpoints):
 
     Raises:
         ValueError: an argument is not as described.
+        ModuleNotFoundError: `engine="deepspeed"`, and DeepSpeed is not installed.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -111,11 +121,18 @@ class ZeROStrategy(ZeROCheckpoints):
             ),
             **{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()},
         )
+        if engine == "deepspeed":
+            refuse_missing()
         self.shard_size = shard_size
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
         self._control: Any = None
+
+    @property
+    def control(self) -> Any:
+        """A process group for host tensors; it exists while a run does."""
+        return self._control
 
     def axes(self) -> Mapping[str, int]:
         return {"data": self.world_size}
@@ -143,6 +160,8 @@ class ZeROStrategy(ZeROCheckpoints):
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+        elif self.engine_name == "deepspeed" and self.zero_stage == 3:
+            self._engine = make_engine(self, trainer, [])
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -159,6 +178,9 @@ class ZeROStrategy(ZeROCheckpoints):
                 control=self._control, waiting=self.blocked, agree=self._agree,
             )  # fmt: skip
             self._engine = NativeEngine(partition, self.broadcast_buffers)
+        elif self.engine_name == "deepspeed":
+            self._engine = make_engine(self, trainer, self.optimizers)
+            self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[method-assign]
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin
@@ -194,9 +216,7 @@ class ZeROStrategy(ZeROCheckpoints):
                 'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
                 " process a part. Leave log_graph out, and log the graph in one process."
             )
-        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-        for loop in [*loops, trainer.predict_loop]:
-            loop.inference_mode = False  # parameters that are gathered under it could not be trained
+        leave_inference_mode(trainer)
         # Under autocast operations choose their precision, as under DDP; parameters are gathered as they are.
         half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
         options = ShardOptions(
@@ -232,7 +252,7 @@ class ZeROStrategy(ZeROCheckpoints):
             self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
-        for replaced in ("clip_grad_by_norm", "clip_gradients"):
+        for replaced in ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
         if self._engine is not None and self.watch is not None and not failed:

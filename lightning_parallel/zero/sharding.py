@@ -7,7 +7,6 @@ so, and taken away at the end; so the same module may train again, on other rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,18 +15,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-
-@dataclass
-class _Before:
-    """What a module was: its class, the names in its dictionary, and the keys in each dictionary of hooks."""
-
-    kind: type
-    names: set[str]
-    hooks: dict[str, set[Any]]
-
-    @staticmethod
-    def of(module: nn.Module) -> _Before:
-        return _Before(type(module), set(vars(module)), {name: set(hooks) for name, hooks in _hooks(module).items()})
+from lightning_parallel.zero.footprints import Footprints
 
 
 class Sharding:
@@ -52,7 +40,7 @@ class Sharding:
         **options: Any,
     ) -> None:
         self.module = module
-        before = {m: _Before.of(m) for m in module.modules()}
+        self._footprints = Footprints(module.modules())
         for part in [*blocks, *roots]:
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
                 kind = type(part)
@@ -64,23 +52,16 @@ class Sharding:
         if prefetch:
             for block, following in pairwise(blocks):
                 block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-        self._added = {m: _added(m, was) for m, was in before.items()}
+        self._footprints.noted()
 
     def undo(self) -> None:
         """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective."""
         whole = whole_parameters(self.module)
-        for module, (kind, names, hooks) in self._added.items():
-            for name in names:
-                vars(module).pop(name, None)
-            for name, keys in hooks.items():
-                for key in keys:
-                    _hooks(module)[name].pop(key, None)
+        for module in self._footprints.remove():
             _module_state_mapping.pop(module, None)
-            module.__class__ = kind
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
-        self._added = {}
 
 
 def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -91,12 +72,3 @@ def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             values = parameter.full_tensor().detach().cpu().clone()
             found[parameter] = nn.Parameter(values, parameter.requires_grad)
     return found
-
-
-def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {name: value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)}
-
-
-def _added(module: nn.Module, was: _Before) -> tuple[type, set[str], dict[str, set[Any]]]:
-    hooks = {name: set(keys) - was.hooks.get(name, set()) for name, keys in _hooks(module).items()}
-    return was.kind, set(vars(module)) - was.names, hooks
