@@ -190,10 +190,10 @@ class DeepSpeedEngine:
     def zero_grad(self) -> None:
         """Forget gradients, also those that were reduced."""
         self.inner.zero_grad()
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            for number in getattr(self.inner, name, {}):
-                getattr(self.inner, name)[number] = None
-        self.inner.micro_step_id = -1
+        if self.options.stage < 3:
+            for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):
+                reduced.update(dict.fromkeys(reduced))
+            self.inner.micro_step_id = -1  # the next backward is the first
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a callback that unfreezes layers as training goes.
@@ -365,6 +365,7 @@ class DeepSpeedEngine:
     def _whole_parameters(self) -> dict[nn.Parameter, Tensor]:
         if self.options.stage < 3:
             return {p: p.data.to("cpu", copy=True) for p in self.module.parameters()}
+        self._offload.partition_all_parameters()
         gathered = import_deepspeed(self.device).zero.GatheredParameters
         whole: dict[nn.Parameter, Tensor] = {}
         for parameter in self.module.parameters():
