@@ -32,6 +32,7 @@ from lightning_parallel.zero.deepspeed_states import (
 )
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
 from lightning_parallel.zero.state import Gather, join_pieces
@@ -77,6 +78,7 @@ class DeepSpeedEngine:
         self._marks = {parameter: set(vars(parameter)) for parameter in module.parameters()}
         self.deepspeed = self._initialize(local_rank)
         self._footprints.noted()
+        self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
 
@@ -155,6 +157,7 @@ class DeepSpeedEngine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward."""
+        self._curtain.open()
         self.deepspeed._running_engine_backward = True  # or its hooks would take the loss for one that is divided
         self.inner.clear_backward_seen_flag()
         self.deepspeed._backward_prologue()
@@ -163,6 +166,7 @@ class DeepSpeedEngine:
             self.deepspeed._backward_epilogue()
         finally:
             self.deepspeed._running_engine_backward = False
+        self._curtain.draw()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around batches after which no optimizer steps; stage 1 reduces in the step alone."""
@@ -178,6 +182,7 @@ class DeepSpeedEngine:
             return self._own_step(**kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
+        self._curtain.open()
         self._stepping, self.inner.clip_grad = True, self._clip
         try:
             if self.options.dtype == torch.float32:
@@ -189,6 +194,7 @@ class DeepSpeedEngine:
 
     def zero_grad(self) -> None:
         """Forget gradients, also those that were reduced."""
+        self._curtain.open()
         self.inner.zero_grad()
         if self.options.stage < 3:
             for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):
