@@ -180,6 +180,7 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine = NativeEngine(partition, self.broadcast_buffers)
         elif self.engine_name == "deepspeed":
             self._engine = make_engine(self, trainer, self.optimizers)
+            self.optimizers = self.optimizers  # Lightning's wrappers copy an optimizer's methods when they are made
             self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[method-assign]
         self.engine.load_masters(self._masters)
         self._masters = {}

@@ -69,7 +69,7 @@ class DeepSpeedEngine:
         self.optimizer = optimizers[0] if optimizers else None
         self.groups: Groups = [list(group["params"]) for group in self.optimizer.param_groups] if self.optimizer else []
         self.broadcast_buffers = True
-        self._clip, self._stepping = 0.0, False
+        self._clip, self._stepping, self._released = 0.0, False, False
         self._saved: tuple[Any, Any] | None = None
         self._masters: dict[str, Any] = {}
         self._model: dict[str, dict[str, Any]] | None = None
@@ -217,7 +217,7 @@ class DeepSpeedEngine:
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state on the gathering rank; elsewhere nothing (stage 3) or the same."""
         state = module.state_dict()
-        if self.options.stage < 3:
+        if self.options.stage < 3 or self._released:
             return {name: _own_memory(value) for name, value in state.items()}
         parts = gather(self._sharded_pieces())
         if parts is None:
@@ -352,7 +352,7 @@ class DeepSpeedEngine:
 
     def release(self) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
-        whole = self._whole_parameters()
+        whole, self._released = self._whole_parameters(), True
         self.deepspeed.destroy()
         for parameter, values in whole.items():
             for name in set(vars(parameter)) - self._marks[parameter]:
