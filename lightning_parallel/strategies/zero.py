@@ -163,6 +163,7 @@ class ZeROStrategy(ZeROCheckpoints):
         elif self.engine_name == "deepspeed" and self.zero_stage == 3:
             self._engine = make_engine(self, trainer, [])
         self.setup_precision_plugin()
+        _share_methods(self._lightning_optimizers)
         if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
             _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -180,8 +181,7 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine = NativeEngine(partition, self.broadcast_buffers)
         elif self.engine_name == "deepspeed":
             self._engine = make_engine(self, trainer, self.optimizers)
-            self.optimizers = self.optimizers  # Lightning's wrappers copy an optimizer's methods when they are made
-            self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[assignment]
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin
@@ -297,3 +297,10 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
+
+
+def _share_methods(wrappers: Sequence[Any]) -> None:
+    """Lightning's wrappers of optimizers find methods in the class; an engine has put others on the object."""
+    for wrapper in wrappers:
+        own = vars(wrapper.optimizer)
+        vars(wrapper).update({name: own[name] for name in ("zero_grad", "add_param_group") if name in own})

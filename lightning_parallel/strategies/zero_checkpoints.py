@@ -23,7 +23,6 @@ from lightning_parallel.zero.full_shards import ShardedEngine
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.state import whole_on_owners
 
-
 AnyEngine = NativeEngine | ShardedEngine | DeepSpeedEngine
 
 

@@ -1,8 +1,8 @@
 """How `ZeROStrategy` runs with DeepSpeed as its engine: what it hands over, and what it refuses.
 
-The one idea: DeepSpeed gets a module, an optimizer and a configuration, and nothing of the Trainer's: batches, precision
-contexts, loops and files stay this library's, which is why CPU runs, accumulation and checkpoints are as with the other
-engines.
+The one idea: DeepSpeed gets a module, an optimizer and a configuration, and nothing of the Trainer's. Batches,
+precision contexts, loops and files stay this library's, which is why CPU runs, accumulation and checkpoints are as with
+the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
     """Raise for what this engine does not do; returns the precision.
 
     Raises:
-        ValueError: a precision, clipping by value, a logger that traces the model, or a callback that holds a copy of it.
+        ValueError: a precision, a logger that traces the model, or a callback that holds a copy of it.
     """
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     assert module is not None
@@ -66,13 +66,13 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
         leave_inference_mode(trainer)
         if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):
             raise ValueError(
-                'A logger with log_graph=True traces the whole model, of which ZeROStrategy(stage=3, engine="deepspeed")'
-                " leaves each process a part. Leave log_graph out, and log the graph in one process."
+                'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="deepspeed") leaves'
+                " each process a part. Leave log_graph out, and log the graph in one process."
             )
         if model_copies(trainer, module):
             raise ValueError(
-                "A callback holds a copy of the model, as those that average weights do, and DeepSpeed's stage 3 does not"
-                ' divide copies. Use engine="fsdp2", or stage 1 or 2.'
+                "A callback holds a copy of the model, as those that average weights do, and DeepSpeed's stage 3 does"
+                ' not divide copies. Use engine="fsdp2", or stage 1 or 2.'
             )
     if strategy.state_dict_type == "sharded":
         refuse_sharded(trainer, module, type(strategy).__name__)

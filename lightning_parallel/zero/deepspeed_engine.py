@@ -1,7 +1,7 @@
 """The engine that hands a module and its optimizer to DeepSpeed, for stages 1, 2 and 3.
 
-The one idea: DeepSpeed divides, reduces and steps; this class decides when. Gradients are never divided by the number of
-batches that accumulate (the Trainer has done that), a clip is that of the step that follows, and `optimizer.step` is
+The one idea: DeepSpeed divides, reduces and steps; this class decides when. Gradients are never divided by the number
+of batches that accumulate (the Trainer has done that), a clip is that of the step that follows, and `optimizer.step` is
 DeepSpeed's. States are spoken of in pieces of one process's, so no checkpoint knows who wrote it. Left out: several
 optimizers, groups added while training runs, gradients that a hook could read.
 """
@@ -123,7 +123,7 @@ class DeepSpeedEngine:
         step = MethodType(lambda _, *args, **kwargs: self.step(*args, **kwargs), optimizer)
         vars(step.__func__).update(getattr(self._own_step, "__dict__", {}))  # a scheduler leaves marks on it
         optimizer.step = step  # type: ignore[method-assign]
-        optimizer.zero_grad = MethodType(lambda _, *args, **kwargs: self.zero_grad(), optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
@@ -192,7 +192,7 @@ class DeepSpeedEngine:
             self._stepping, self._clip = False, 0.0
         return result
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._curtain.open()
         self.inner.zero_grad()
@@ -285,7 +285,10 @@ class DeepSpeedEngine:
     def _numbered_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         numbers = iter(range(sum(map(len, self.groups))))
         return [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in params]}
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [next(numbers) for _ in params],
+            }
             for group, params in zip(optimizer.param_groups, self.groups, strict=True)
         ]
 
@@ -388,8 +391,8 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """
     if len(optimizers) > 1:
         raise ValueError(
-            f'ZeROStrategy(engine="deepspeed") got {len(optimizers)} optimizers, and DeepSpeed divides the states of one.'
-            ' Use engine="native" or "fsdp2", or one optimizer with several groups.'
+            f'ZeROStrategy(engine="deepspeed") got {len(optimizers)} optimizers, and DeepSpeed divides the states of'
+            ' one. Use engine="native" or "fsdp2", or one optimizer with several groups.'
         )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.Adagrad):

@@ -1,7 +1,8 @@
 """What DeepSpeed needs to run in a process that other code has set up: its import, its configuration, its globals.
 
-The one idea: DeepSpeed decides at import and at its first group what kind of process it is in. So that is told it before
-each, and forgotten behind a run, in order that the next may be another. Left out: whatever `deepspeed.initialize` does.
+The one idea: DeepSpeed decides at import and at its first group what kind of process it is in. So that is told it
+before each, and forgotten behind a run, in order that the next may be another. Left out: whatever
+`deepspeed.initialize` does.
 """
 
 from __future__ import annotations

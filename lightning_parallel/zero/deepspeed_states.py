@@ -1,8 +1,8 @@
 """Where DeepSpeed keeps a parameter's states: this rank's fragment of each, in one way of speaking for all stages.
 
-The one idea: in every stage the optimizer updates flat vectors of 32 bits, and a parameter's elements that this rank owns
-lie in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements), and is read
-and written as a piece of one process's state.
+The one idea: in every stage the optimizer updates flat vectors of 32 bits, and a parameter's elements that this rank
+owns lie in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements), and is
+read and written as a piece of one process's state.
 """
 
 from __future__ import annotations

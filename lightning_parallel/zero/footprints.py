@@ -1,7 +1,8 @@
 """What a library leaves on modules while it wraps them, so that it can be taken away again.
 
-The one idea: classes, hooks and attributes are noted before and after; what is new is what has to go. So the same module
-may train again, on other ranks or none, without knowing of it. Left out: parameters, which each user of this puts back.
+The one idea: classes, hooks and attributes are noted before and after; what is new is what has to go. So the same
+module may train again, on other ranks or none, without knowing of it. Left out: parameters, which each user of this
+puts back.
 """
 
 from __future__ import annotations

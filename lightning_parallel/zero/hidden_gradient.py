@@ -1,7 +1,7 @@
 """`HiddenGradient`: what `parameter.grad` is while DeepSpeed holds the gradients where nobody sees them.
 
-The one idea: a hook that reads or changes a gradient must not be passed over in silence. DeepSpeed leaves None there, or
-a sum that no rank has reduced yet; in its place lies something that raises when it is used.
+The one idea: a hook that reads or changes a gradient must not be passed over in silence. DeepSpeed leaves None there,
+or a sum that no rank has reduced yet; in its place lies something that raises when it is used.
 """
 
 from __future__ import annotations

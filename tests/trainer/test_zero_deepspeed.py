@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel.strategies import ZeROStrategy
-from tests.trainer.modules import Classifier, chain, row_dataset
+from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, LogsUnderSgd
-from tests.trainer.test_zero_checkpoints import ALIKE, Model, Small, assert_like, evaluates, run, saves
-from tests.trainer.test_zero_measured import MODELS, measured
+from tests.trainer.test_zero_checkpoints import Model, Small, assert_like, evaluates, run, saves
+from tests.trainer.test_zero_measured import MODELS
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
 

@@ -161,6 +161,17 @@ ZERO_3: dict[str, Any] = {
         "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
     },
 }
+# DeepSpeed holds gradients for itself, for one optimizer with all its groups, and drops them with every step.
+DEEPSPEED: dict[str, Any] = {
+    **ZERO,
+    "options": {"engine": "deepspeed", "bucket_mb": 1e-4},
+    "refuses": {
+        **ZERO["refuses"],
+        "norms_of_all_gradients": "reads a gradient that DeepSpeed holds for itself.",
+        "clipping_without_lightning": "reads a gradient that DeepSpeed holds for itself.",
+    },
+    "label": " by DeepSpeed",
+}
 # Two stages on each of two ranks.
 IN_FOUR: dict[str, Any] = {
     **PIPELINE,
@@ -189,6 +200,8 @@ STRATEGIES = (
     Entry("zero_1", 2, **ZERO, core=True, slow=True),
     Entry("zero_2", 2, **ZERO, slow=True, label=", all scenarios"),
     Entry("zero_3", 2, **ZERO_3, core=True, slow=True),
+    Entry("zero_2", 2, **DEEPSPEED, slow=True),
+    Entry("zero_3", 2, **DEEPSPEED, core=True, slow=True),
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
