@@ -7,7 +7,7 @@ The one idea: the module trains as under DDP, step for step; what ranks divide i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.trainer.loops import leave_inference_mode
+from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -34,6 +35,7 @@ from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.shards import find_blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -68,6 +70,10 @@ class ZeROStrategy(ZeROCheckpoints):
             parts on every such group, between which gradients are averaged part by part. Default is all ranks.
         offload: keep optimizer states (fsdp2: parameters and gradients too; deepspeed in stage 3: parameters too) in
             the host's memory, and update there.
+        activation_checkpointing: from forward to backward keep the inputs of blocks alone, and compute the rest again:
+            True for `blocks="auto"`, or the name of a container, or names of blocks.
+        offload_checkpoints: with it, let these inputs wait in the host's memory. (What the paper partitions, P_a, are
+            inputs that tensor-parallel ranks hold alike; data-parallel ranks have one each.)
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
             is resumed from, whichever is set; every rank then reads all of it.
@@ -96,6 +102,8 @@ class ZeROStrategy(ZeROCheckpoints):
         master_weights: bool = True,
         shard_size: int | None = None,
         offload: bool = False,
+        activation_checkpointing: bool | str | Sequence[str] = False,
+        offload_checkpoints: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",
@@ -113,6 +121,16 @@ class ZeROStrategy(ZeROCheckpoints):
             self,
             engine=(engine, engine in engines, f"{words} for stage {stage}"),
             blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
+            activation_checkpointing=(
+                activation_checkpointing,
+                isinstance(activation_checkpointing, (bool, str)) or all_are(activation_checkpointing, str),
+                "True, False, a name or names",
+            ),
+            offload_checkpoints=(
+                offload_checkpoints,
+                not offload_checkpoints or (offload_checkpoints is True and bool(activation_checkpointing)),
+                "True or False, and False without activation_checkpointing",
+            ),
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
             shard_size=(
                 shard_size,
@@ -127,6 +145,8 @@ class ZeROStrategy(ZeROCheckpoints):
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
+        self.activation_checkpointing, self.offload_checkpoints = activation_checkpointing, offload_checkpoints
+        self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
 
     @property
@@ -155,6 +175,8 @@ class ZeROStrategy(ZeROCheckpoints):
         self._engine = None
         self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()
+        if trainer.state.fn == TrainerFn.FITTING and self.activation_checkpointing:
+            self._checkpoints = self._checkpoint_blocks()
         if self.engine_name == "fsdp2":
             self._engine = self._shard(trainer)
         self.model_to_device()
@@ -233,6 +255,17 @@ class ZeROStrategy(ZeROCheckpoints):
             hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
         return engine
 
+    def _checkpoint_blocks(self) -> ActivationCheckpoints:
+        assert self.lightning_module is not None
+        wanted = self.activation_checkpointing
+        blocks = find_blocks(self.lightning_module, "auto" if isinstance(wanted, bool) else wanted)
+        if not blocks:
+            raise ValueError(
+                f"{type(self).__name__}(activation_checkpointing=True) found no list of blocks in"
+                f" {type(self.lightning_module).__name__}. Name the blocks, or leave it out."
+            )
+        return ActivationCheckpoints(blocks, on_host(self.root_device) if self.offload_checkpoints else nullcontext)
+
     def _agree(self, what: str, names: Any) -> None:
         """Raise unless all ranks put the same parameters into a group."""
         everyone: list[Any] = [None] * self.world_size
@@ -260,6 +293,9 @@ class ZeROStrategy(ZeROCheckpoints):
             with self.blocked("the other ranks at the end of the run"):
                 self._engine.keep_states(self.optimizers)
                 self._engine.release()
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+            self._checkpoints = None
         super().teardown()
         self._control = None
         if failed or self.lightning_module is None:
