@@ -6,6 +6,7 @@ The one idea: the module trains as under DDP, step for step; what ranks divide i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +30,7 @@ from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_cli
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
+from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -74,6 +77,8 @@ class ZeROStrategy(ZeROCheckpoints):
             True for `blocks="auto"`, or the name of a container, or names of blocks.
         offload_checkpoints: with it, let these inputs wait in the host's memory. (What the paper partitions, P_a, are
             inputs that tensor-parallel ranks hold alike; data-parallel ranks have one each.)
+        expandable_segments: on GPUs, ask PyTorch's allocator for segments that grow, so that memory does not fragment;
+            what `PYTORCH_ALLOC_CONF` says goes first.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
             is resumed from, whichever is set; every rank then reads all of it.
@@ -104,6 +109,7 @@ class ZeROStrategy(ZeROCheckpoints):
         offload: bool = False,
         activation_checkpointing: bool | str | Sequence[str] = False,
         offload_checkpoints: bool = False,
+        expandable_segments: bool = True,
         state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",
@@ -116,7 +122,10 @@ class ZeROStrategy(ZeROCheckpoints):
         engines = _ENGINES[stage]
         engine = engine or engines[0]
         words = " or ".join(f'"{name}"' for name in engines)
-        switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
+        switches = {
+            "master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers,
+            "expandable_segments": expandable_segments,
+        }  # fmt: skip
         refuse_arguments(
             self,
             engine=(engine, engine in engines, f"{words} for stage {stage}"),
@@ -146,6 +155,7 @@ class ZeROStrategy(ZeROCheckpoints):
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
         self.activation_checkpointing, self.offload_checkpoints = activation_checkpointing, offload_checkpoints
+        self.expandable_segments = expandable_segments
         self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
 
@@ -166,6 +176,17 @@ class ZeROStrategy(ZeROCheckpoints):
         return {id(self._control): "host", id(self._sigterm_group): "host"}
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self.ask_for_memory(self.root_device)
+        super().setup_environment()
+
+    def ask_for_memory(self, device: torch.device) -> None:
+        """Set the allocator of a device that has not started."""
+        if device.type == "cuda" and self.expandable_segments:
+            advice = ask_for_expandable_segments(os.environ, torch.cuda.is_initialized())
+            if advice is not None:
+                rank_zero_info(advice)
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None

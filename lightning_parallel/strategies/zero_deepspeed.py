@@ -65,8 +65,8 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
     if strategy.zero_stage == 3:
         if strategy.activation_checkpointing:
             raise ValueError(
-                'ZeROStrategy(stage=3, engine="deepspeed", activation_checkpointing=...): blocks that DeepSpeed gathers'
-                ' and that are computed again wait for each other. Use engine="fsdp2", or leave it out.'
+                'ZeROStrategy(stage=3, engine="deepspeed", activation_checkpointing=...): a run whose blocks are'
+                ' computed again while DeepSpeed gathers their parameters does not end. Use engine="fsdp2".'
             )
         leave_inference_mode(trainer)
         if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):

@@ -46,7 +46,7 @@ class ActivationCheckpoints:
     def __init__(self, blocks: Iterable[nn.Module], keep: Keep = nullcontext) -> None:
         self.blocks, self.keep = list(blocks), keep
         for block in self.blocks:
-            block.forward = self._checkpointed(block.forward)  # type: ignore[method-assign]
+            block.forward = self._checkpointed(block.forward)
 
     def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
