@@ -70,6 +70,7 @@ class DeepSpeedEngine:
         self.groups: Groups = [list(group["params"]) for group in self.optimizer.param_groups] if self.optimizer else []
         self.broadcast_buffers = True
         self._clip, self._stepping, self._released = 0.0, False, False
+        self._has_gradients = False
         self._saved: tuple[Any, Any] | None = None
         self._masters: dict[str, Any] = {}
         self._model: dict[str, dict[str, Any]] | None = None
@@ -166,6 +167,7 @@ class DeepSpeedEngine:
             self.deepspeed._backward_epilogue()
         finally:
             self.deepspeed._running_engine_backward = False
+        self._has_gradients = True
         self._curtain.draw()
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -182,6 +184,8 @@ class DeepSpeedEngine:
             return self._own_step(**kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
+        if not self._has_gradients:  # as other optimizers do without gradients
+            return result
         self._curtain.open()
         self._stepping, self.inner.clip_grad = True, self._clip
         try:
@@ -189,12 +193,13 @@ class DeepSpeedEngine:
                 self.inner.refresh_fp32_params()  # a hook may have written to the parameters
             self.deepspeed.step()
         finally:
-            self._stepping, self._clip = False, 0.0
+            self._stepping, self._clip, self._has_gradients = False, 0.0, False
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._curtain.open()
+        self._has_gradients = False
         self.inner.zero_grad()
         if self.options.stage < 3:
             for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):
