@@ -146,7 +146,17 @@ class DeepSpeedEngine:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Before a training step."""
+        """Before a training step.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen since DeepSpeed divided it.
+        """
+        trains = {id(p) for group in self.groups for p in group if p.requires_grad}
+        if trains != {id(p) for p in self._curtain.parameters}:
+            raise ValueError(
+                'ZeROStrategy(engine="deepspeed"): parameters were frozen or unfrozen while training runs, and DeepSpeed'
+                ' goes on with those of the start. Decide in configure_optimizers, or use engine="native".'
+            )
         if self.broadcast_buffers:
             broadcast_together(list(self.module.buffers()), None, 0)
         self.inner.clear_backward_seen_flag()
@@ -315,7 +325,9 @@ class DeepSpeedEngine:
         states = {place: state["state"][number] for place, number in enumerate(numbers) if number in state["state"]}
         write_states(optimizer, self._numbered(), states)
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            params = group["params"]
+            group.clear()
+            group.update({**saved, "params": params})
 
     def extra_state(self, gather: Gather) -> dict[str, Any]:
         """What a checkpoint needs beside weights and optimizer states."""

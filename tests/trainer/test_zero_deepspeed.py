@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.strategies import ZeROStrategy
+from lightning_parallel.zero.accounting import bytes_by_kind
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, LogsUnderSgd
@@ -151,15 +152,15 @@ def test_saved_after_validate_and_tested(tmp_path: Path, stage: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_states_beside_the_formula(stage: int):
+def test_states_are_the_formula_s_to_the_byte(stage: int):
     [results] = on_ranks([(measured_run(*MODELS["even"]), deepspeed(stage))], 2)
     values, _, _, parameters = results[0].extra
+    formula = bytes_by_kind(stage, 2)
     for kind in ("parameters", "optimizer"):
+        assert values[f"parallel/memory_{kind}_formula"] == float(parameters * formula[kind])
         for rank in range(2):
             held = values[f"parallel/memory_{kind}/rank_{rank}"]
-            print(kind, held, values[f"parallel/memory_{kind}_expected/rank_{rank}"], parameters)
             assert held == values[f"parallel/memory_{kind}_expected/rank_{rank}"], (kind, rank)
-    print({k: v for k, v in values.items() if "communication" in k})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -176,6 +177,16 @@ class Frozen(Classifier):
         return torch.optim.SGD([{"params": self.net[2:].parameters()}, {"params": frozen}], lr=0.1)
 
 
+class FrozenLater(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx < 2)
+
+
+class Adds(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
 class Adagrad(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adagrad(self.parameters())
@@ -187,6 +198,8 @@ class Adagrad(Classifier):
         (Norms, {}, "reads a gradient that DeepSpeed holds for itself. Clip with self.clip_gradients(...) or"),
         (Gan, {}, "got 2 optimizers, and DeepSpeed divides the states of one."),
         (Frozen, {}, "nothing in group 1 of SGD requires a gradient, and DeepSpeed divides every group. Leave frozen"),
+        (FrozenLater, {}, "parameters were frozen or unfrozen while training runs, and DeepSpeed goes on with those"),
+        (Adds, {}, "cannot add a parameter group while training runs: DeepSpeed has divided the others already."),
         (Adagrad, {}, "got Adagrad, in whose place DeepSpeed makes another with one group."),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm alone"),
         (Classifier, {"precision": "16-true"}, "runs with precision="),
