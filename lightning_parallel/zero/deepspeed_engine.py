@@ -154,8 +154,8 @@ class DeepSpeedEngine:
         trains = {id(p) for group in self.groups for p in group if p.requires_grad}
         if trains != {id(p) for p in self._curtain.parameters}:
             raise ValueError(
-                'ZeROStrategy(engine="deepspeed"): parameters were frozen or unfrozen while training runs, and DeepSpeed'
-                ' goes on with those of the start. Decide in configure_optimizers, or use engine="native".'
+                'ZeROStrategy(engine="deepspeed"): parameters were frozen or unfrozen while training runs, and'
+                ' DeepSpeed goes on with those of the start. Decide in configure_optimizers, or use engine="native".'
             )
         if self.broadcast_buffers:
             broadcast_together(list(self.module.buffers()), None, 0)

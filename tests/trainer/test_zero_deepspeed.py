@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.strategies import ZeROStrategy
 from lightning_parallel.zero.accounting import bytes_by_kind
@@ -198,7 +198,11 @@ class Adagrad(Classifier):
         (Norms, {}, "reads a gradient that DeepSpeed holds for itself. Clip with self.clip_gradients(...) or"),
         (Gan, {}, "got 2 optimizers, and DeepSpeed divides the states of one."),
         (Frozen, {}, "nothing in group 1 of SGD requires a gradient, and DeepSpeed divides every group. Leave frozen"),
-        (FrozenLater, {}, "parameters were frozen or unfrozen while training runs, and DeepSpeed goes on with those"),
+        (
+            FrozenLater,
+            {},
+            "parameters were frozen or unfrozen while training runs, and DeepSpeed goes on with those of",
+        ),
         (Adds, {}, "cannot add a parameter group while training runs: DeepSpeed has divided the others already."),
         (Adagrad, {}, "got Adagrad, in whose place DeepSpeed makes another with one group."),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm alone"),
