@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.sharding import Prefetch
 from lightning_parallel.zero.shards import find_blocks
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class ZeROStrategy(ZeROCheckpoints):
         bucket_mb: native, deepspeed: megabytes of gradients that are reduced at a time.
         blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a
             container, or names of blocks.
+        keep_root: fsdp2, stage 3: keep what lies outside of blocks from forward to backward, which begins with it. A
+            gather of it less than the 3P of the paper; the peak is not higher.
+        prefetch: fsdp2, on GPUs: gather blocks ahead of their turn, beside what FSDP2 does by itself: "none", on the
+        way
+            "forward", or on "both".
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
         shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
@@ -104,6 +110,8 @@ class ZeROStrategy(ZeROCheckpoints):
         engine: Engine | None = None,
         bucket_mb: float = 32.0,
         blocks: str | Sequence[str] = "auto",
+        keep_root: bool = False,
+        prefetch: Prefetch = "forward",
         master_weights: bool = True,
         shard_size: int | None = None,
         offload: bool = False,
@@ -124,7 +132,7 @@ class ZeROStrategy(ZeROCheckpoints):
         words = " or ".join(f'"{name}"' for name in engines)
         switches = {
             "master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers,
-            "expandable_segments": expandable_segments,
+            "expandable_segments": expandable_segments, "keep_root": keep_root,
         }  # fmt: skip
         refuse_arguments(
             self,
@@ -140,6 +148,7 @@ class ZeROStrategy(ZeROCheckpoints):
                 not offload_checkpoints or (offload_checkpoints is True and bool(activation_checkpointing)),
                 "True or False, and False without activation_checkpointing",
             ),
+            prefetch=(prefetch, prefetch in get_args(Prefetch), '"none", "forward" or "both"'),
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
             shard_size=(
                 shard_size,
@@ -155,7 +164,7 @@ class ZeROStrategy(ZeROCheckpoints):
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
         self.activation_checkpointing, self.offload_checkpoints = activation_checkpointing, offload_checkpoints
-        self.expandable_segments = expandable_segments
+        self.expandable_segments, self.keep_root, self.prefetch = expandable_segments, keep_root, prefetch
         self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
 
@@ -265,7 +274,8 @@ class ZeROStrategy(ZeROCheckpoints):
         half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
         options = ShardOptions(
             self.zero_stage, self.blocks, compute=half, master=self.master_weights and half is not None,
-            offload=self.offload, whole_module=module.automatic_optimization,
+            offload=self.offload, keep_root=self.keep_root, prefetch=self.prefetch,
+            whole_module=module.automatic_optimization,
         )  # fmt: skip
         copies = model_copies(trainer, module)
         engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)

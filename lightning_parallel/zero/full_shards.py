@@ -23,7 +23,7 @@ from lightning_parallel.zero.collectives import broadcast_all, broadcast_togethe
 from lightning_parallel.zero.gradient import joined_norm
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
-from lightning_parallel.zero.sharding import Sharding
+from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import (
     cut_like,
     find_blocks,
@@ -49,6 +49,9 @@ class ShardOptions:
         compute: the dtype in which blocks compute; None is the parameters' own.
         master: make parameters 32 bits wide before they are sharded.
         offload: keep shards, gradients and optimizer states in the host's memory.
+        keep_root: in stage 3 keep what lies outside of blocks from forward to backward, which needs it at once.
+        prefetch: on GPUs, which blocks' gathers are asked for ahead: "none" beside what FSDP2 does by itself, those of
+            the "forward", or "both" ways.
         whole_module: the module's steps are its forward; False shards its children as roots of their own, for steps
             that run backwards themselves.
     """
@@ -58,6 +61,8 @@ class ShardOptions:
     compute: torch.dtype | None = None
     master: bool = False
     offload: bool = False
+    keep_root: bool = False
+    prefetch: Prefetch = "forward"
     whole_module: bool = True
 
 
@@ -107,7 +112,8 @@ class ShardedEngine:
             find_blocks(module, options.blocks),
             roots,
             methods=[name for name in STEPS if hasattr(module, name)],
-            prefetch=cuda,
+            prefetch=options.prefetch if cuda else "none",
+            of_roots={"reshard_after_forward": options.stage == 3 and not options.keep_root},
             mesh=self.mesh,
             reshard_after_forward=options.stage == 3,
             mp_policy=MixedPrecisionPolicy(param_dtype=options.compute),
