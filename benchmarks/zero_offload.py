@@ -99,7 +99,8 @@ def offload(args: argparse.Namespace) -> None:
         f"{parameters / 1e9:.3f} billion parameters; states {watch.states / 2**30:.3f} GiB (formula"
         f" {parameters * STATES.total / 2**30:.3f}); card {card / 2**30:.3f} GiB, states / card"
         f" {watch.states / card:.2f}; peak on the card {peak}; losses"
-        f" {', '.join(f'{loss:.4f}' for loss in watch.losses)}; seconds a step {', '.join(f'{s:.1f}' for s in watch.seconds)}"
+        f" {', '.join(f'{loss:.4f}' for loss in watch.losses)};"
+        f" seconds a step {', '.join(f'{s:.1f}' for s in watch.seconds)}"
     )
 
 

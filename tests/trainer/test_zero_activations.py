@@ -37,7 +37,12 @@ def run() -> Fit:
     return Fit(Deep, options, lambda: row_dataset(40, 4), activations)
 
 
-ENGINES = [(1, "native"), (2, "native"), (3, "fsdp2"), pytest.param(2, "deepspeed", marks=pytest.mark.slow)]
+ENGINES = [
+    pytest.param(1, "native", marks=pytest.mark.slow),
+    (2, "native"),
+    (3, "fsdp2"),
+    pytest.param(2, "deepspeed", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("stage", "engine"), ENGINES)
