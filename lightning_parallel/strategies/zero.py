@@ -32,6 +32,7 @@ from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.bucket import Ranks
+from lightning_parallel.zero.compiled_names import clean_state_dicts
 from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
@@ -202,6 +203,7 @@ class ZeROStrategy(ZeROCheckpoints):
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        clean_state_dicts(self.lightning_module)
         self._engine = None
         self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.collectives import broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
 from lightning_parallel.zero.deepspeed_states import (
     Fragment,
@@ -243,7 +244,7 @@ class DeepSpeedEngine:
     def _sharded_pieces(self) -> dict[str, dict[str, Any]]:
         """Stage 3: this rank's part of every parameter, by all of its names."""
         rank, named = self.deepspeed.global_rank, self.module.named_parameters(remove_duplicate=False)
-        found = {name: sharded_piece(parameter, rank) for name, parameter in named}
+        found = {clean_name(name): sharded_piece(parameter, rank) for name, parameter in named}
         return {name: {"value": piece} for name, piece in found.items() if piece is not None}
 
     def model_pieces(self, module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -253,9 +254,9 @@ class DeepSpeedEngine:
         ranks, rank = self.deepspeed.world_size, self.deepspeed.global_rank
         masters = self._own_masters()
         trained = {p for group in self.groups for p in group if p.requires_grad}
-        copied = {n for n, p in module.named_parameters() if p in trained} if self._has_masters else set()
+        copied = {clean_name(n) for n, p in module.named_parameters() if p in trained} if self._has_masters else set()
         sharded = self._sharded_pieces() if self.options.stage == 3 else {}
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if sharded else []
+        names = [clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)] if sharded else []
         own = {
             name: {"value": _own_memory(value)}
             for turn, (name, value) in enumerate(module.state_dict().items())
@@ -272,7 +273,7 @@ class DeepSpeedEngine:
         """This rank's part of the 32-bit copies of parameters, by the parameters' names."""
         if not self._has_masters:
             return {}
-        names, fragments = {p: n for n, p in self.module.named_parameters()}, self.fragments
+        names, fragments = {p: clean_name(n) for n, p in self.module.named_parameters()}, self.fragments
         return {names[p]: {"master": fragment.piece(fragment.flat)} for p, fragment in fragments.items()}
 
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -283,7 +284,7 @@ class DeepSpeedEngine:
         """Take over 32-bit copies, by the names of their parameters."""
         if not self._has_masters:
             return
-        names = {p: n for n, p in self.module.named_parameters()}
+        names = {p: clean_name(n) for n, p in self.module.named_parameters()}
         for parameter, fragment in self.fragments.items():
             if names[parameter] in masters:
                 fragment.write(fragment.flat, masters[names[parameter]])

@@ -37,7 +37,7 @@ class Footprints:
         >>> layer = nn.Linear(1, 1)
         >>> prints = Footprints([layer])
         >>> _ = layer.register_forward_hook(print); layer.mark = 1
-        >>> prints.noted(); prints.remove()
+        >>> prints.noted(); modules = prints.remove()
         >>> len(layer._forward_hooks), hasattr(layer, "mark")
         (0, False)
     """
