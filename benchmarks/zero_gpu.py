@@ -10,7 +10,7 @@ accumulated over those of a GPU. First, with a small model, losses of every stag
 
 Peers: `ddp` reduces with the last micro-batch; `fsdp2` and `fsdp2-reshard` after every one, so that gradients stay
 divided as in stages 2 and 3; `fsdp2-last` keeps them whole and reduces with the last; `deepspeed` is its own loop in
-the same stage (deepspeed_peer.py; with --masters, since it updates 32 bits always). With --masters both sides update
+the same stage (zero_peer.py; with --masters, since it updates 32 bits always). With --masters both sides update
 32-bit parameters (the peers' compute in bf16 by FSDP2's policy; DDP has none and is left out). Beside the ratio: what a
 GPU computes with nobody to talk to, and each side's peak memory, states included.
 """
@@ -37,9 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import zero_offload
-from benchmarks.deepspeed_peer import DeepSpeedPeer
 from benchmarks.pairs import Interleave, synchronize
 from benchmarks.pipeline_gpu import BenchGPT, bind_to_cores, make_model, repeat, trainer
+from benchmarks.zero_peer import DeepSpeedPeer
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.measure.storages import count_bytes, tensors_in
 from lightning_parallel.strategies import ZeROStrategy
