@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import PipelineStrategy, ZeROStrategy
+    from lightning_parallel.strategies import ParameterServerStrategy, PipelineStrategy, ZeROStrategy
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +27,7 @@ _HOMES = {
     "CommunicationMonitor": "callbacks",
     "Costs": "pipeline.simulator",
     "MemoryMonitor": "callbacks",
+    "ParameterServerStrategy": "strategies",
     "PipelineStrategy": "strategies",
     "Schedule": "pipeline.schedule",
     "StageError": "errors",
@@ -44,6 +45,7 @@ __all__ = [
     "CommunicationMonitor",
     "Costs",
     "MemoryMonitor",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "Schedule",
     "StageError",
