@@ -125,7 +125,7 @@ class ParameterServerStrategy(MeshStrategy):
         self._line: Line | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
-        self._undo: Callable[[], None] = lambda: None
+        self._undo: Callable[[], None] | None = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -204,8 +204,9 @@ class ParameterServerStrategy(MeshStrategy):
         if self.watch is not None and not failed:
             self._keep_weights()
             self.barrier("teardown")
-        self._undo()
-        self._undo = lambda: None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         try:
             if self.worker is not None:
                 self.worker.close(failed)

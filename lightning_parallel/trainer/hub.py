@@ -20,7 +20,7 @@ from lightning_parallel.failure.roll import lost
 from lightning_parallel.server.hosting import Hosting, host
 
 SERVE = "the servers' start"
-_log = logging.getLogger("lightning.pytorch")
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,6 +117,7 @@ class Hub:
         elif kind is False:
             self._end(line, rank)
             self.fail(rest[0])
+            self._retire(rank)  # so that nobody is left to wait for it, and all hear of the failure
         else:
             self.answers[rank] = rest[0]
             self._end(line, rank)
@@ -136,9 +137,12 @@ class Hub:
             _log.warning(
                 f"Worker {rank} is gone ({self.lost[rank]}). The others go on; the rows that are its share are skipped."
             )
+        self._retire(rank)
+        self._end(line, rank)
+
+    def _retire(self, rank: int) -> None:
         if self.hosting is not None:
             self.hosting.retire(f"worker {rank}")
-        self._end(line, rank)
 
     def _met(self, values: dict[int, Any] | None, what: str) -> None:
         if values is None:

@@ -180,6 +180,12 @@ COPIES: dict[str, Any] = {
     "without": ["outside_steps"],  # counts the rows of all copies
     "label": " in 2 copies",
 }
+# Both workers get all rows, and a clock's mean of pushes is one process's gradient; "worker": the mean of what changed.
+SERVERS: dict[str, Any] = {
+    "options": {"lease": 30.0},
+    "trainer": {"use_distributed_sampler": False},
+    "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
+}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
     Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
@@ -192,6 +198,8 @@ STRATEGIES = (
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
+    Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
+    Entry("parameter_server", 2, **SERVERS, slow=True, label=", all scenarios"),
     Entry("pipeline_chimera", 2, **BOTH_WAYS, slow=True, label=", all scenarios"),
     Entry("pipeline_gems", 2, **BOTH_WAYS, core=True, slow=True),
     Entry("pipeline_dualpipe", 2, **BOTH_WAYS, core=True, slow=True),
