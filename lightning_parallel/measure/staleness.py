@@ -123,7 +123,9 @@ def mean_of(histogram: Mapping[int, int]) -> float:
     return sum(value * often for value, often in histogram.items()) / count if count else 0.0
 
 
-def regret_bound(num_workers: int, staleness: int, updates: int, distance: float = 1.0, lipschitz: float = 1.0) -> float:
+def regret_bound(
+    num_workers: int, staleness: int, updates: int, distance: float = 1.0, lipschitz: float = 1.0
+) -> float:
     """Most average regret of stochastic gradient descent under SSP: 4 F L sqrt(2 (s + 1) P / T).
 
     For convex losses and the learning rate ``F / (L sqrt(2 (s + 1) P t))`` of update t.

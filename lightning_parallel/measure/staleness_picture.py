@@ -40,13 +40,15 @@ def draw_staleness(path: str | PathLike[str], reading: StalenessReading, dpi: in
 
 
 def _draw(axes: Axes, counts: Mapping[int, int], bound: int | None, colour: str, label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     values, often = histogram_of(counts)
     total = max(1, sum(often))
     axes.bar(values, [one / total for one in often], color=colour, edgecolor="white", linewidth=0.5)
     if bound is not None:
         axes.axvline(bound + 0.5, color=BOUND, linewidth=1.2)
         axes.annotate(f" bound {bound}", (bound + 0.5, axes.get_ylim()[1]), va="top", fontsize=8, color=BOUND)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"mean {mean_of(counts):.2f}, most {max(counts, default=0)}", loc="left", fontsize=9.5, color=INK)
     axes.set_xlabel(label, fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=MUTED)

@@ -100,8 +100,8 @@ class Rates:
         lr = float(groups[lead]["lr"])
         if len(groups) != len(self._known):
             raise ValueError(
-                f"A group of parameters was added to the optimizer ({len(groups)}, at first {len(self._known)}), but the"
-                " servers' table is made once. Give all parameters to configure_optimizers, with requires_grad off."
+                f"A group of parameters was added to the optimizer ({len(groups)}, at first {len(self._known)}), but"
+                " the servers' table is made once. Give all parameters to configure_optimizers, with requires_grad off."
             )
         for index, (group, known) in enumerate(zip(groups, self._known, strict=True)):
             self._compare(index, group, known, lr, self.update.rate(index, lr) or 0.0)

@@ -171,4 +171,3 @@ def _answer_to(question: tuple, server: Server, notes: Notes) -> Mapping[int, An
     if question[0] == "copies":
         return {key: replica.part.copy() for key, replica in list(server.replicas.items())}
     return notes.since(question[1])
-

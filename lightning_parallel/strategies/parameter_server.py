@@ -162,6 +162,8 @@ class ParameterServerStrategy(MeshStrategy):
         self.set_world_ranks()
         if self._line is None:
             assert self.cluster_environment is not None
+            if self._external is not None:
+                self._external.close()
             self._external = ExternalHub(self.global_rank, self.world_size, self.cluster_environment.main_port)
             self._line = self._external.line
         self.watch = cast(Any, self._line)
@@ -179,6 +181,8 @@ class ParameterServerStrategy(MeshStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all workers that are still there; at the start of a fit, start the servers."""
         if self._line is None:
+            if self._external is not None:  # `trainer.save_checkpoint` after the run
+                self._external.line.meet(f"barrier {name or ''}".rstrip())
             return
         self._meet(f"barrier {name or ''}".rstrip())
         if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
@@ -212,16 +216,14 @@ class ParameterServerStrategy(MeshStrategy):
                 self.worker.close(failed)
         finally:
             self.worker, self.watch, self._line = None, None, None
-            if self._external is not None:
+            if self._external is not None and failed:
                 self._external.close()
                 self._external = None
         ParallelStrategy.teardown(self)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's step, with the servers' in place of the optimizer's; a step that is skipped ticks too."""
         if self.worker is None or self._line is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from lightning_parallel.failure.roll import lost
@@ -43,16 +44,21 @@ class ExternalHub:
         path = _folder() / f"{port}-{_runs[port]}"
         self._process = _start(path, world_size, timeout) if rank == 0 else None
         self.line = Line(_connect(path, rank, timeout), rank, reports=True)
+        self._end = Finalize(self, _close, (self.line, self._process), exitpriority=1)  # before children are joined
 
     def close(self) -> None:
         """End the line; the hub ends when all have."""
-        with suppress(Exception):
-            self.line.goodbye()
-        self.line.connection.close()
-        if self._process is not None:
-            self._process.join(_PATIENCE_S)
-            self._process.kill()
-            self._process.join()
+        self._end()
+
+
+def _close(line: Line, process: BaseProcess | None) -> None:
+    with suppress(Exception):
+        line.goodbye()
+    line.connection.close()
+    if process is not None:
+        process.join(_PATIENCE_S)
+        process.kill()
+        process.join()
 
 
 def _folder() -> Path:

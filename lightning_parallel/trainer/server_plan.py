@@ -63,7 +63,8 @@ class Wishes:
         if not self.filters:
             return None
         formats = [one for one in self.filters if isinstance(one, Precision)]
-        return CountingFilters([one for one in self.filters if one not in formats], *formats)
+        selectors = [one for one in self.filters if one not in formats]
+        return CountingFilters(selectors, formats[0] if formats else None)
 
 
 class Plan:

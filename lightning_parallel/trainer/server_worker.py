@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.measure.staleness import Access
-from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.filters import Filters
 from lightning_parallel.server.from_torch import Rates, groups_of
 from lightning_parallel.server.messages import Coded
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import Table
+from lightning_parallel.server.transport.session import Session
 from lightning_parallel.trainer.versions import Versions
 
 ERA = 1 << 32

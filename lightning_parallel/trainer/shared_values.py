@@ -1,7 +1,7 @@
 """Values that workers without a process group share: reductions, running statistics, metrics.
 
-The one idea: everybody gets everybody's value and computes the same from it, in the order of ranks. Left out: how values
-travel (``line.py``).
+The one idea: everybody gets everybody's value and computes the same from it, in the order of ranks. Left out: how
+values travel (``line.py``).
 """
 
 from __future__ import annotations

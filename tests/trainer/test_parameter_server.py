@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_parallel.callbacks import StalenessMonitor
 from lightning_parallel.errors import StageError
 from lightning_parallel.server import Adagrad
 from lightning_parallel.server.filters import Float16, TopK
@@ -66,7 +67,9 @@ def ends(trainer):
 def assert_equal(ours, theirs, **tolerance):
     tolerance = tolerance or {"rtol": 0.0, "atol": 0.0}
     for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, **tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours.state_dict()[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def with_optimizer(make_optimizer):
@@ -105,7 +108,9 @@ def test_servers_make_the_steps_of_the_optimizer(name, tmp_path):
     """Bit for bit, with groups and a schedule; its state is in the checkpoint, as one process has it."""
     make = with_optimizer(OPTIMIZERS[name])
     save = {"callbacks": [ModelCheckpoint(tmp_path / "ours", "{epoch}")], "enable_checkpointing": True}
-    plain = fit("auto", make=make, callbacks=[ModelCheckpoint(tmp_path / "plain", "{epoch}")], enable_checkpointing=True)
+    plain = fit(
+        "auto", make=make, callbacks=[ModelCheckpoint(tmp_path / "plain", "{epoch}")], enable_checkpointing=True
+    )
     ours = fit(ParameterServerStrategy(num_servers=2), 1, make, **save)
     exact = {"rtol": 1e-6, "atol": 1e-7} if name == "adamw" else {}  # the second group's rate is 0.01 * (lr / 0.05)
     assert_equal(ours[1], plain[1], **exact)
@@ -171,7 +176,9 @@ class Shares(Classifier):
         self.log("steps", counts.sum().float())
 
 
-@pytest.mark.parametrize("options", [{"consistency": "bsp"}, {"consistency": "ssp", "staleness": 1}, {"consistency": "async"}])
+@pytest.mark.parametrize(
+    "options", [{"consistency": "bsp"}, {"consistency": "ssp", "staleness": 1}, {"consistency": "async"}]
+)
 def test_uneven_loaders_train_on_all_their_rows(options):
     torch.manual_seed(1)
     trainer = make_trainer(ParameterServerStrategy(**options), 2, max_epochs=2, **OWN_ROWS)
@@ -208,7 +215,9 @@ def saving(folder):
 
 
 @OTHER_CALLBACKS
-@pytest.mark.parametrize("resume", [("auto", 1, {}), ("ps", 3, {"num_servers": 2}), ("ps", 1, {"consistency": "ssp"})], ids=str)
+@pytest.mark.parametrize(
+    "resume", [("auto", 1, {}), ("ps", 3, {"num_servers": 2}), ("ps", 1, {"consistency": "ssp"})], ids=str
+)
 def test_a_checkpoint_resumes_anywhere(tmp_path, resume):
     """In a plain Trainer, and with another number of workers and servers; the optimizer's state goes on."""
     kind, devices, options = resume
@@ -225,19 +234,37 @@ def test_a_plain_checkpoint_resumes_on_servers(tmp_path):
     make = with_optimizer(OPTIMIZERS["adam"])
     through = fit("auto", make=make, max_epochs=4)[1]
     fit("auto", make=make, **saving(tmp_path))
-    module = fit(ParameterServerStrategy(num_servers=3, replication=2), 2, make, max_epochs=4, checkpoint=tmp_path / "epoch=1.ckpt")[1]
+    module = fit(
+        ParameterServerStrategy(num_servers=3, replication=2),
+        2,
+        make,
+        max_epochs=4,
+        checkpoint=tmp_path / "epoch=1.ckpt",
+    )[1]
     assert_equal(module, through, **WEIGHTS)
 
 
 def test_a_stale_run_saves_one_version(tmp_path):
     """What is saved is what every worker validated with."""
-    module = fit(ParameterServerStrategy("ssp", 3, num_servers=2), 3, **saving(tmp_path), train=row_dataset(60, 4), use_distributed_sampler=True)[1]
+    module = fit(
+        ParameterServerStrategy("ssp", 3, num_servers=2),
+        3,
+        **saving(tmp_path),
+        train=row_dataset(60, 4),
+        use_distributed_sampler=True,
+    )[1]
     saved = torch.load(tmp_path / "epoch=1.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
 
 
 def test_early_stopping_stops_all_after_the_same_epoch():
-    trainer = make_trainer(ParameterServerStrategy("async"), 2, [Ends(), EarlyStopping("val_loss", min_delta=9.0, patience=1)], max_epochs=9, **OWN_ROWS)
+    trainer = make_trainer(
+        ParameterServerStrategy("async"),
+        2,
+        [Ends(), EarlyStopping("val_loss", min_delta=9.0, patience=1)],
+        max_epochs=9,
+        **OWN_ROWS,
+    )
     trainer.fit(Shares(), val_dataloaders=row_loader((5,)))
     assert ends(trainer)["step"] == 6 and ends(trainer)["epoch"] == 2
     assert trainer.callback_metrics["steps"] == 20
@@ -245,7 +272,9 @@ def test_early_stopping_stops_all_after_the_same_epoch():
 
 def test_running_statistics_are_means_over_workers():
     make = lambda: Classifier(chain(3, lambda: nn.BatchNorm1d(6)))  # noqa: E731
-    module = fit(ParameterServerStrategy("ssp"), 2, make, train=row_dataset(32, 8), use_distributed_sampler=True, max_epochs=1)[1]
+    module = fit(
+        ParameterServerStrategy("ssp"), 2, make, train=row_dataset(32, 8), use_distributed_sampler=True, max_epochs=1
+    )[1]
     alone = [nn.BatchNorm1d(6) for _ in range(2)]
     first = module.net[1]
     assert first.num_batches_tracked == 2 and not torch.equal(first.running_mean, alone[0].running_mean)
@@ -290,7 +319,9 @@ class Keeps(Callback):
 
 def test_an_unknown_optimizer_is_refused_and_workers_can_run_it():
     make = with_optimizer(lambda module: torch.optim.RMSprop(module.parameters(), 0.01))
-    with pytest.raises(StageError, match=r"The servers know SGD, Adagrad, Adam, AdamW, and this is RMSprop\. Let each worker run it"):
+    with pytest.raises(
+        StageError, match=r"The servers know SGD, Adagrad, Adam, AdamW, and this is RMSprop\. Let each worker run it"
+    ):
         fit(ParameterServerStrategy(), 2, make)
     assert_equal(fit(ParameterServerStrategy(update="worker"), 2, make)[1], fit("auto", make=make)[1], **WEIGHTS)
 
@@ -301,12 +332,16 @@ def test_what_a_scheduler_may_not_change_is_said():
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
-    with pytest.raises(StageError, match=r"told of learning rates alone. Schedule lr only \(OneCycleLR\(cycle_momentum=False\)\)"):
+    with pytest.raises(
+        StageError, match=r"told of learning rates alone. Schedule lr only \(OneCycleLR\(cycle_momentum=False\)\)"
+    ):
         fit(ParameterServerStrategy(), 2, with_optimizer(cycling))
 
 
 def test_downpour_with_an_update_of_its_own_and_filters_learns():
-    strategy = ParameterServerStrategy("downpour", update=Adagrad(0.02), n_push=2, n_fetch=3, filters=[TopK(0.5), Float16()])
+    strategy = ParameterServerStrategy(
+        "downpour", update=Adagrad(0.02), n_push=2, n_fetch=3, filters=[TopK(0.5), Float16()]
+    )
     shares = {"train": row_loader((8,) * 10), "validate": row_loader((8,) * 10), "max_epochs": 6}
     losses = ends(fit(strategy, 2, **shares)[0])["losses"]
     assert losses[-1] < losses[1] - 0.02  # losses[0] is the sanity check's
@@ -344,7 +379,9 @@ class Zero(Dies):
 
 def test_rank_zero_ends_the_run_when_it_is_killed():
     with pytest.raises(StageError, match="lost rank 0: its process ended"):
-        make_trainer(ParameterServerStrategy("ssp"), 2, max_epochs=2, **OWN_ROWS).fit(Zero((5, 5)), val_dataloaders=row_loader((5,)))
+        make_trainer(ParameterServerStrategy("ssp"), 2, max_epochs=2, **OWN_ROWS).fit(
+            Zero((5, 5)), val_dataloaders=row_loader((5,))
+        )
 
 
 class Fails(Shares):
@@ -357,8 +394,12 @@ class Fails(Shares):
 @pytest.mark.parametrize("consistency", ["bsp", "async"])
 def test_an_exception_of_a_worker_ends_all_with_it_as_the_cause(consistency):
     began = time.monotonic()
-    with pytest.raises(StageError, match=r"rank 1 failed in training_step \(epoch 0, batch 2\): KeyError: 'no such row'") as caught:
-        make_trainer(ParameterServerStrategy(consistency), 2, max_epochs=900, **OWN_ROWS).fit(Fails((4, 4)), val_dataloaders=row_loader((5,)))
+    with pytest.raises(
+        StageError, match=r"rank 1 failed in training_step \(epoch 0, batch 2\): KeyError: 'no such row'"
+    ) as caught:
+        make_trainer(ParameterServerStrategy(consistency), 2, max_epochs=900, **OWN_ROWS).fit(
+            Fails((4, 4)), val_dataloaders=row_loader((5,))
+        )
     assert isinstance(caught.value.__cause__, KeyError)
     assert time.monotonic() - began < 30
     assert not multiprocessing.active_children()
@@ -373,7 +414,9 @@ class Parts(Classifier):
 
 
 def test_workers_that_wait_for_different_things_are_told():
-    with pytest.raises(StageError, match=r"All workers wait, but not for the same: rank 0 waits for .*; rank 1 waits for "):
+    with pytest.raises(
+        StageError, match=r"All workers wait, but not for the same: rank 0 waits for .*; rank 1 waits for "
+    ):
         fit(ParameterServerStrategy("async"), 2, Parts)
 
 
@@ -405,3 +448,25 @@ def test_a_server_that_is_killed_is_not_missed():
     module = fit(strategy, 2, Waits)[1]
     thread.join()
     assert_equal(module, fit("auto")[1], **WEIGHTS)
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness": 1}, {"consistency": "bsp"}], ids=str)
+def test_staleness_is_logged_beside_its_bounds(options, tmp_path):
+    monitor = StalenessMonitor(picture=tmp_path / "staleness.png")
+    trainer, _ = fit(ParameterServerStrategy(**options), 3, train=row_loader((4,) * 10), callbacks=[monitor])
+    found = trainer.callback_metrics
+    reading = monitor.reading
+    assert sum(reading.all.ages.values()) == reading.all.reads == 3 * 20
+    assert found["parallel/staleness_max"] <= found["parallel/staleness_max_bound"]
+    assert found["parallel/staleness_gap_max"] <= found["parallel/staleness_gap_bound"]
+    assert found["parallel/staleness_pushed_bytes"] == 60 * 4 * sum(p.numel() for p in Classifier().parameters())
+    assert monitor.summary().startswith("staleness of 60 updates by 3 workers: mean ")
+    assert (tmp_path / "staleness.png").exists()
+
+
+def test_staleness_is_not_measured_where_nothing_is_stale():
+    with pytest.raises(ValueError, match="measures versions of weights, and the Trainer uses SingleDeviceStrategy"):
+        fit("auto", callbacks=[StalenessMonitor()])

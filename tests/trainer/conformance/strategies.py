@@ -180,11 +180,23 @@ COPIES: dict[str, Any] = {
     "without": ["outside_steps"],  # counts the rows of all copies
     "label": " in 2 copies",
 }
-# Both workers get all rows, and a clock's mean of pushes is one process's gradient; "worker": the mean of what changed.
+# Both workers get all rows, and the mean of a clock's pushes is one process's gradient.
 SERVERS: dict[str, Any] = {
     "options": {"lease": 30.0},
     "trainer": {"use_distributed_sampler": False},
     "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
+    "refuses": {
+        "optimizer_that_runs_its_closure_again": (
+            "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS. Let each worker run it, with"
+            ' ParameterServerStrategy(update="worker"): servers then add what it changed.'
+        ),
+        # Lightning's own words, under any of several ranks.
+        "step_on_an_iterator": "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)`",
+        "step_that_returns_none": "Skipping the `training_step` by returning None in distributed training is not",
+        "batch_size_finder": "Tuning the batch size is currently not supported with distributed strategies.",
+    },
+    # A momentum that is scheduled, 64 bits, groups that are added in the run: refused, see test_parameter_server.py.
+    "without": ["schedules_and_their_monitor", "double_precision", "finetuning", "backbone_finetuning"],
 }
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
