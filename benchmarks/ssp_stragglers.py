@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_parallel import ParameterServerStrategy, StalenessMonitor
+from lightning_parallel import ParameterServerStrategy
 from lightning_parallel.demo.digits import DigitsClassifier, DigitsDataModule
 
 WORKERS = 4
@@ -108,7 +108,6 @@ class Outcome:
     seconds: float
     to_loss: float | None
     loss: float
-    words: str = ""
 
 
 def fit(strategy: Any, units: Draw, unit: float, wanted: float, seed: int) -> Outcome:
@@ -116,11 +115,10 @@ def fit(strategy: Any, units: Draw, unit: float, wanted: float, seed: int) -> Ou
     seed_everything(seed, verbose=False)
     module, data = Straggler(units, unit), DigitsDataModule(batch_size=16)
     path = Path(tempfile.mkdtemp()) / "runs.pt"
-    watches = isinstance(strategy, ParameterServerStrategy)
-    monitor = [StalenessMonitor()] if watches and os.environ.get("MONITOR") else []
     trainer = Trainer(
         strategy=strategy, devices=WORKERS, accelerator="cpu", max_steps=units.shape[1],
-        callbacks=[Collect(path), *monitor], limit_val_batches=0, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+        callbacks=[Collect(path)],
+        limit_val_batches=0, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
@@ -129,9 +127,7 @@ def fit(strategy: Any, units: Draw, unit: float, wanted: float, seed: int) -> Ou
     means = steps[:, 1].unfold(0, WINDOW, 1).mean(1)
     below = (means < wanted).nonzero()
     reached = float(steps[int(below[0]) + WINDOW - 1, 0]) if len(below) else None
-    return Outcome(
-        float(runs[..., 0].max()), reached, validation_loss(module, data), monitor[0].summary() if monitor else ""
-    )
+    return Outcome(float(runs[..., 0].max()), reached, validation_loss(module, data))
 
 
 @torch.no_grad()
@@ -185,8 +181,6 @@ def main() -> None:
             f" | {speed / promised - 1:+.1%} | {reached} | {found.loss:.3f} |",
             flush=True,
         )
-        if found.words:
-            print(found.words)
     print(f"load {os.getloadavg()[0]:.1f}")
 
 

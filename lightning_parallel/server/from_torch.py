@@ -33,8 +33,8 @@ _RELATIVE = 1e-6
 
 
 def groups_of(optimizer: Optimizer) -> Groups:
-    """The optimizer's parameters, by group."""
-    return [list(group["params"]) for group in optimizer.param_groups]
+    """The optimizer's parameters that train, by group."""
+    return [[parameter for parameter in group["params"] if parameter.requires_grad] for group in optimizer.param_groups]
 
 
 def update_of(optimizer: Optimizer, widths: Sequence[int]) -> Grouped:
@@ -92,17 +92,12 @@ class Rates:
         """The leading group's learning rate; None where the update has its own.
 
         Raises:
-            ValueError: groups' rates no longer keep their ratio, another number has changed, or a group was added.
+            ValueError: groups' rates no longer keep their ratio, or another number has changed.
         """
         if not isinstance(self.update, Grouped):
             return None
         groups, lead = self.optimizer.param_groups, self.update.leader
         lr = float(groups[lead]["lr"])
-        if len(groups) != len(self._known):
-            raise ValueError(
-                f"A group of parameters was added to the optimizer ({len(groups)}, at first {len(self._known)}), but"
-                " the servers' table is made once. Give all parameters to configure_optimizers, with requires_grad off."
-            )
         for index, (group, known) in enumerate(zip(groups, self._known, strict=True)):
             self._compare(index, group, known, lr, self.update.rate(index, lr) or 0.0)
         return lr
@@ -125,6 +120,41 @@ class Rates:
     def _others(self, group: Mapping[str, Any]) -> dict[str, Any]:
         names = _FIELDS.get(type(self.optimizer), (Update, ()))[1]
         return {name: group[name] for name in names}
+
+
+@dataclass
+class Held:
+    """Sees to it that an optimizer goes on to update what the servers hold, no more and no less.
+
+    Args:
+        optimizer: to be looked at.
+        may_freeze: whether parameters that stop to train do no harm.
+    """
+
+    optimizer: Optimizer
+    may_freeze: bool = False
+    _known: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = self._trains()
+
+    def check(self) -> None:
+        """Look.
+
+        Raises:
+            ValueError: a parameter was added, frozen, or set free.
+        """
+        now = self._trains()
+        freed = any(after and not before for before, after in zip(self._known, now, strict=False))
+        if len(now) != len(self._known) or freed or (now != self._known and not self.may_freeze):
+            raise ValueError(
+                f"The optimizer has {sum(now)} parameters that train of {len(now)}, and at first had"
+                f" {sum(self._known)} of {len(self._known)}; the servers' table is made once. Freeze and add parameters"
+                " before fit."
+            )
+
+    def _trains(self) -> list[bool]:
+        return [parameter.requires_grad for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
 def initial_ranges(table: Table, update: Update, weights: Tensor, optimizer: Optimizer | None = None) -> list[Range]:
@@ -184,7 +214,10 @@ def optimizer_state(table: Table, copies: Mapping[int, Copy], optimizer: Optimiz
             slot: table._tensors(torch.cat([copies[key].tensors[name] for key in sorted(copies)]), table.shapes[index])
             for slot, name in columns.items()
         }
-        for place, number in enumerate(packed["params"]):
-            one: dict[str, Any] = {} if kind is SGD else {"step": torch.tensor(float(steps))}
-            state[number] = one | {slot: vectors[place].clone() for slot, vectors in tensors.items()}
+        own = optimizer.param_groups[index]["params"]
+        trained = [n for n, parameter in zip(packed["params"], own, strict=True) if parameter.requires_grad]
+        for place, number in enumerate(trained):
+            one = {slot: vectors[place].clone() for slot, vectors in tensors.items()}
+            if kind is Adagrad or any(vector.any() for vector in one.values()):  # others never had a gradient
+                state[number] = ({} if kind is SGD else {"step": torch.tensor(float(steps))}) | one
     return found | {"state": state}

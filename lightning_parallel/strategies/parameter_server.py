@@ -207,6 +207,7 @@ class ParameterServerStrategy(MeshStrategy):
         failed = self.failed
         if self.watch is not None and not failed:
             self._keep_weights()
+            self._keep_optimizer()
             self.barrier("teardown")
         if self._undo is not None:
             self._undo()
@@ -220,6 +221,12 @@ class ParameterServerStrategy(MeshStrategy):
                 self._external.close()
                 self._external = None
         ParallelStrategy.teardown(self)
+
+    def _keep_optimizer(self) -> None:
+        """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""
+        if self.worker is not None:
+            optimizer = self.worker.optimizer
+            optimizer.load_state_dict(self.optimizer_state(optimizer))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -237,11 +244,12 @@ class ParameterServerStrategy(MeshStrategy):
     def synchronize(self) -> None:
         """Give all workers the same weights, with everything in that any has pushed, and the same running statistics.
 
-        Every worker calls it.
+        Every worker calls it. Weights that a callback has put in the place of those which were read stay.
         """
         assert self.worker is not None
         self._meet("one version of the weights")
-        self.worker.pull()
+        if not self.worker.is_overwritten:
+            self.worker.pull()
         buffers = running_statistics(self._module)
         everyone = self._meet("running statistics", {name: buffer.cpu() for name, buffer in buffers.items()})
         average_into(buffers, list(everyone.values()))

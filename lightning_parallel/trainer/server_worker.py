@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.measure.staleness import Access
 from lightning_parallel.server.filters import Filters
-from lightning_parallel.server.from_torch import Rates, groups_of
+from lightning_parallel.server.from_torch import Held, Rates, groups_of
 from lightning_parallel.server.messages import Coded
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import Table
@@ -80,14 +80,12 @@ class ServerWorker:
     ) -> None:
         self.session, self.table, self.optimizer, self.rates = session, table, optimizer, rates
         self.pace, self.versions, self._rank = pace, versions, rank
+        self.parameters = groups_of(optimizer)  # what the servers hold, by group
+        self._held = Held(optimizer, may_freeze=rates is None)
         self._steps = self._era = 0
+        self._strayed = False  # whether steps were made here since the last read
         self._accrued: Tensor | None = None
         self._read: tuple[Result, int, float] | None = None  # the last read, at which clock, how long it took
-
-    @property
-    def parameters(self) -> list[list[Tensor]]:
-        """What the servers hold, by group."""
-        return groups_of(self.optimizer)
 
     def pull(self) -> None:
         """Read the weights into the parameters, as fresh as the rule wants them."""
@@ -95,6 +93,16 @@ class ServerWorker:
         result = self.session.pull()
         self._read = (result, self.session.client.clock or 0, time.perf_counter() - began)
         self.table.copy_into(result.vector, self.parameters)
+        self._strayed = False
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether somebody has set the parameters to other values than were read, as averages of weights do."""
+        if self._read is None or self._strayed:
+            return False
+        read = zip(self.parameters, self.table.unpack(self._read[0].vector), strict=True)
+        pairs = (pair for group, values in read for pair in zip(group, values, strict=True))
+        return not all(torch.equal(parameter, value.to(parameter)) for parameter, value in pairs)
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Run the user's step of the optimizer, and have the servers make it.
@@ -102,9 +110,11 @@ class ServerWorker:
         Args:
             run: Lightning's step; calls ``optimizer.step``, or not if the step is skipped.
         """
+        self._held.check()
         value, gradient = self._gradient_of(run) if self.rates is not None else self._change_of(run)
         self._steps += 1
         fetches = self._steps % self.pace.n_fetch == 0
+        self._strayed = True
         if gradient is not None:
             if not fetches and self.rates is not None:
                 self._step_here(gradient)
@@ -149,8 +159,8 @@ class ServerWorker:
     def _step_here(self, gradient: Tensor) -> None:
         """Plain gradient descent on this worker's copy, until the next read replaces it."""
         groups = zip(self.optimizer.param_groups, self.table.unpack(gradient), strict=True)
-        for group, gradients in groups:
-            for parameter, value in zip(group["params"], gradients, strict=True):
+        for (group, gradients), parameters in zip(groups, self.parameters, strict=True):
+            for parameter, value in zip(parameters, gradients, strict=True):
                 parameter.add_(value.to(parameter), alpha=-group["lr"])
 
     def _push(self, due: bool) -> None:

@@ -338,6 +338,21 @@ def test_what_a_scheduler_may_not_change_is_said():
         fit(ParameterServerStrategy(), 2, with_optimizer(cycling))
 
 
+def test_layers_that_are_frozen_in_the_run_are_refused_where_servers_step():
+    class Freezes(Classifier):
+        def on_train_epoch_start(self):
+            self.net[12].requires_grad_(self.current_epoch == 0)
+
+    with pytest.raises(StageError, match="has 14 parameters that train of 16, and at first had 16 of 16"):
+        fit(ParameterServerStrategy(), 2, Freezes)
+    assert_equal(fit(ParameterServerStrategy(update="worker"), 2, Freezes)[1], fit("auto", make=Freezes)[1], **WEIGHTS)
+
+
+def test_64_bits_are_refused():
+    with pytest.raises(StageError, match=r"got a parameter of torch.float64, but the servers hold float32"):
+        fit(ParameterServerStrategy(), 1, precision="64-true")
+
+
 def test_downpour_with_an_update_of_its_own_and_filters_learns():
     strategy = ParameterServerStrategy(
         "downpour", update=Adagrad(0.02), n_push=2, n_fetch=3, filters=[TopK(0.5), Float16()]

@@ -195,8 +195,16 @@ SERVERS: dict[str, Any] = {
         "step_that_returns_none": "Skipping the `training_step` by returning None in distributed training is not",
         "batch_size_finder": "Tuning the batch size is currently not supported with distributed strategies.",
     },
-    # A momentum that is scheduled, 64 bits, groups that are added in the run: refused, see test_parameter_server.py.
-    "without": ["schedules_and_their_monitor", "double_precision", "finetuning", "backbone_finetuning"],
+    # A momentum that is scheduled, 64 bits, parameters that are added or frozen in the run: refused, see
+    # test_parameter_server.py. With 16-bit weights the servers have 32-bit copies, which one process has not.
+    "without": [
+        "schedules_and_their_monitor",
+        "double_precision",
+        "finetuning",
+        "backbone_finetuning",
+        "frozen_layers",
+        "true_bf16",
+    ],
 }
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_parallel.server import BSP, ESSP, SSP, Asynchronous, BoundedDelay, DropOlderThan
-from lightning_parallel.server.from_torch import Rates, groups_of, initial_ranges, optimizer_state, update_of
+from lightning_parallel.server.from_torch import Held, Rates, groups_of, initial_ranges, optimizer_state, update_of
 from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.table import Table
@@ -96,9 +96,22 @@ def test_groups_that_part_ways_are_said():
         ValueError, match=r"Group 1 has lr=0\.01, but with a push travels one rate \(0\.1\), to which it would"
     ):
         rates.read()
+
+
+def test_parameters_that_are_frozen_or_added_are_said():
+    groups = parameters()
+    groups[0][1].requires_grad_(False)
+    optimizer = optimizer_of("adam", groups)
+    assert [len(group) for group in groups_of(optimizer)] == [1, 2]
+    held, tolerant = Held(optimizer), Held(optimizer, may_freeze=True)
+    groups[1][0].requires_grad_(False)
+    tolerant.check()
+    text = r"The optimizer has 2 parameters that train of 4, and at first had 3 of 4; the servers' table is made once"
+    with pytest.raises(ValueError, match=text):
+        held.check()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match=r"A group of parameters was added to the optimizer \(3, at first 2\)"):
-        rates.read()
+    with pytest.raises(ValueError, match="has 3 parameters that train of 5, and at first had 3 of 4"):
+        tolerant.check()
 
 
 def test_rules_have_names():
