@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.launcher import Job, Launch, launch
 from lightning_parallel.server.messages import Copy, Entry
@@ -101,6 +102,18 @@ class Hosting:
     def _retire(self, worker: str) -> None:
         with suppress(Exception):  # the run ends just now, or the lease is faster
             self.job.join(worker, timeout=self.job.rules.lease).start().close()
+
+    @property
+    def lost(self) -> str | None:
+        """Why the job cannot go on, None while it can."""
+        dead = [name for name, process in self.started.processes.items() if process.exitcode is not None]
+        if MANAGER not in dead and (not dead or self.job.rules.replicas > 1):
+            return None
+        what = " and ".join(name if name == MANAGER else f"server {name.partition('.')[0]}" for name in dead)
+        return (
+            f"The process of {what} has ended, and weights with it (replication={self.job.rules.replicas}). Resume from"
+            " a checkpoint; with replication=2 or more a server may die."
+        )
 
     def close(self) -> None:
         """End all processes."""

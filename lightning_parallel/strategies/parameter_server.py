@@ -77,7 +77,7 @@ class ParameterServerStrategy(MeshStrategy):
         scale: "mean" divides pushes by the number of workers, "sum" does not.
         lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
-        **kwargs: see `MeshStrategy`.
+        **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
 
     Raises:
         ValueError: an argument is not as described.
@@ -197,7 +197,7 @@ class ParameterServerStrategy(MeshStrategy):
         job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
         bound = gap_bound(self.wishes.consistency)
         self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
-        worker = plan.join(job, self.global_rank, self.versions)
+        worker = plan.join(job, self.global_rank, self.versions, self.timeout.total_seconds())
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()

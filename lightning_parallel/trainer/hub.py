@@ -18,6 +18,7 @@ from typing import Any
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.roll import lost
 from lightning_parallel.server.hosting import Hosting, host
+from lightning_parallel.server.transport.session import LeaseLostError
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
@@ -80,7 +81,6 @@ class Hub:
     Attributes:
         answers: what ranks returned in the end.
         failure: the first failure, as the bytes of a ``Failure``.
-        lost: ranks that died, with how.
     """
 
     def __init__(self, lines: dict[Connection, int], hint: Callable[[int], str] = lambda rank: "killed") -> None:
@@ -88,7 +88,6 @@ class Hub:
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
         self.failure: bytes | None = None
-        self.lost: dict[int, str] = {}
         self.hosting: Hosting | None = None
 
     def turn(self, timeout: float) -> None:
@@ -102,6 +101,8 @@ class Hub:
                 self._gone(line, rank)
             else:
                 self._react(line, rank, *message)
+        if self.failure is None and self.hosting is not None and self.lines and (why := self.hosting.lost):
+            self.fail(Failure(None, headline=why).to_bytes())
 
     def close(self) -> None:
         """End the servers."""
@@ -114,6 +115,8 @@ class Hub:
         elif kind == "ask":
             assert self.hosting is not None
             self._say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
+        elif kind is False and rank != 0 and _is_fenced(rest[0]):
+            self._leave_behind(line, rank, f"it was silent for longer than its lease{self._lease}")
         elif kind is False:
             self._end(line, rank)
             self.fail(rest[0])
@@ -129,16 +132,20 @@ class Hub:
 
     def _gone(self, line: Connection, rank: int) -> None:
         """A rank died. The others go on, but for rank 0, which has what the run is to return."""
-        self.lost[rank] = self._hint(rank)
+        hint = self._hint(rank)
         if self.failure is None and (rank == 0 or self.hosting is None):
-            why = f"its process ended ({self.lost[rank]})"
-            self.fail(lost(rank, None, why).to_bytes())
-        elif self.failure is None:
-            _log.warning(
-                f"Worker {rank} is gone ({self.lost[rank]}). The others go on; the rows that are its share are skipped."
-            )
+            self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
+        self._leave_behind(line, rank, hint)
+
+    def _leave_behind(self, line: Connection, rank: int, why: str) -> None:
+        if self.failure is None:
+            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are skipped.")
         self._retire(rank)
         self._end(line, rank)
+
+    @property
+    def _lease(self) -> str:
+        return "" if self.hosting is None else f" of {self.hosting.job.rules.lease} s"
 
     def _retire(self, rank: int) -> None:
         if self.hosting is not None:
@@ -178,3 +185,9 @@ class Hub:
 
     def _of(self, rank: int) -> Iterable[Connection]:
         return [line for line, other in self.lines.items() if other == rank]
+
+
+def _is_fenced(failure: bytes) -> bool:
+    """Whether a worker failed since servers count it for gone: it was stopped, and goes on now."""
+    error = Failure.from_bytes(failure).error
+    return isinstance(error, LeaseLostError) or isinstance(getattr(error, "__cause__", None), LeaseLostError)

@@ -119,9 +119,9 @@ class Plan:
         ranges = initial_ranges(self.table, self.update, weights, state)
         return Beginning(self.rules, ranges, self.wishes.num_servers, self.num_workers)
 
-    def join(self, job: Job, rank: int, versions: Versions) -> ServerWorker:
-        """Take part in a job."""
-        session = job.join(f"worker {rank}", self.wishes.make_filters()).start()
+    def join(self, job: Job, rank: int, versions: Versions, timeout: float) -> ServerWorker:
+        """Take part in a job, in which a read may wait so many seconds for the slowest worker."""
+        session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
         pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
         return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -385,6 +386,39 @@ def test_the_rest_go_on_when_a_worker_is_killed(consistency, caplog):
     assert "Worker 1 is gone (SIGKILL" in caplog.text
 
 
+class Stops(Shares):
+    """One of its workers is stopped in its third step, until the other has made all of its own without it."""
+
+    stopped = multiprocessing.get_context("fork").Value("i", 0)
+    alone = multiprocessing.get_context("fork").Event()
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.trainer.global_step == 2:
+            self.stopped.value = os.getpid()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 0 and batch_idx == 8:
+            self.alone.set()
+
+
+def test_a_worker_that_is_stopped_past_its_lease_is_left_behind(caplog):
+    """It wakes up, is told that it counts no more, and ends alone."""
+
+    def wake():
+        assert Stops.alone.wait(50)
+        os.kill(Stops.stopped.value, signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    trainer = make_trainer(ParameterServerStrategy("ssp", 1, lease=2.5), 2, max_epochs=1, **OWN_ROWS)
+    trainer.fit(Stops((9, 9)), val_dataloaders=row_loader((5,)))
+    thread.join()
+    assert trainer.callback_metrics["steps"] == 9
+    assert "Worker 1 is gone (it was silent for longer than its lease of 2.5 s)" in caplog.text
+
+
 class Zero(Dies):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 0 and self.trainer.global_step == 2:
@@ -448,8 +482,11 @@ class Waits(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_server_that_is_killed_is_not_missed():
-    """With two replicas of three servers; the run ends as it would have."""
+@contextmanager
+def killing_a_server():
+    """Kills one when training is under way."""
+    Waits.started.clear()
+    Waits.killed.clear()
 
     def kill():
         assert Waits.started.wait(30)
@@ -459,10 +496,23 @@ def test_a_server_that_is_killed_is_not_missed():
 
     thread = threading.Thread(target=kill)
     thread.start()
-    strategy = ParameterServerStrategy(num_servers=3, replication=2, lease=3.0)
-    module = fit(strategy, 2, Waits)[1]
+    yield
     thread.join()
+
+
+def test_a_server_that_is_killed_is_not_missed():
+    """With two replicas of three servers; the run ends as it would have."""
+    with killing_a_server():
+        module = fit(ParameterServerStrategy(num_servers=3, replication=2, lease=3.0), 2, Waits)[1]
     assert_equal(module, fit("auto")[1], **WEIGHTS)
+
+
+def test_the_only_server_of_weights_is_missed_in_words():
+    with (
+        killing_a_server(),
+        pytest.raises(StageError, match=r"server s0 has ended, and weights with it \(replication=1\)"),
+    ):
+        fit(ParameterServerStrategy("ssp"), 2, Waits)
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
