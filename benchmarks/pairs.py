@@ -1,4 +1,4 @@
-"""Interleaved timing of two programs in one process: blocks of steps in turn, a ratio a pair, median and spread."""
+"""Interleaved timing of programs in one process: blocks of steps in turn, a ratio a pair, median and spread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,7 +52,7 @@ class Interleave(Callback):
 
     def __init__(
         self,
-        peer: Callable[[LightningModule], Callable[[], None]],
+        peer: Callable[[LightningModule], Any],
         block: int,
         pairs: int,
         warm_up: int = 3,
@@ -84,12 +85,35 @@ class Interleave(Callback):
 
     def _finish(self) -> None:
         ours = (self._now() - self._began) / self.block
+        self._keep(self.result, ours, self._time(self.peer_step))
+        self.warm_up = max(0, self.warm_up - 1)
+
+    def _time(self, step: Callable[[], object]) -> float:
+        """Seconds a step of a block of the peer's."""
         self._start()
         for _ in range(self.block):
-            self.peer_step()
-        peer = (self._now() - self._began) / self.block
-        if self.warm_up:
-            self.warm_up -= 1
-        else:
-            self.result.ours.append(ours)
-            self.result.peer.append(peer)
+            step()
+        return (self._now() - self._began) / self.block
+
+    def _keep(self, result: Pairs, ours: float, peer: float) -> None:
+        if not self.warm_up:
+            result.ours.append(ours)
+            result.peer.append(peer)
+
+
+class Rounds(Interleave):
+    """Several peers: after each block of ours one of every peer's, in changing order; `peer` returns them by name."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.peers: dict[str, Callable[[], object]] = self.make_peer(pl_module)
+        self.results = {name: Pairs() for name in self.peers}
+        self._first = 0
+        self._start()
+
+    def _finish(self) -> None:
+        ours = (self._now() - self._began) / self.block
+        names = list(self.peers)
+        for name in names[self._first :] + names[: self._first]:
+            self._keep(self.results[name], ours, self._time(self.peers[name]))
+        self._first = (self._first + 1) % len(names)
+        self.warm_up = max(0, self.warm_up - 1)

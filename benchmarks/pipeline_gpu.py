@@ -1,11 +1,14 @@
-"""Ours through Trainer.fit against torch.distributed.pipelining in a bare loop, same model, same GPUs, one run.
+"""Ours through Trainer.fit against torch.distributed.pipelining and DeepSpeed in bare loops, same GPUs, one run.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline_gpu.py
-        [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--pairs 20] [--trace FOLDER]
+        [--tokens 1x1024 4x2048] [--schedules gpipe 1f1b] [--peers 1f1b zb_v deepspeed] [--pairs 20] [--trace FOLDER]
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches; one stage a GPU. First, with a small
-model, losses are compared with one process. Beside the ratio: what one stage computes with nobody to wait for, times
-(D-1+M)/M with the optimizer's step, and each side's peak memory above what it held when its block of steps began.
+model, losses are compared with one process. Each of our schedules takes turns with every peer, a row a peer: torch's
+schedules by their names, ``deepspeed`` for its PipelineModule (benchmarks/deepspeed_peer.py says how it gets there).
+Beside the ratios: what one stage computes with nobody to wait for, times (D-1+M)/M with the optimizer's step, our step
+over what the simulator gives for its action times, and each side's peak memory above what it held when its block of
+steps began.
 """
 
 from __future__ import annotations
@@ -25,33 +28,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.pairs import Interleave, synchronize
-from benchmarks.torch_peer import PEERS, limit_ms, torch_peer
+from benchmarks.gpu_runs import BenchGPT, bind_to_cores, hparams_of, make_model, repeat, trainer
+from benchmarks.pairs import Rounds, synchronize
+from benchmarks.peers import NAMES, label, make_peer, peer_of
+from benchmarks.torch_peer import limit_ms
 from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.strategies import PipelineStrategy
 
 BAR = 1.02
-
-
-class BenchGPT(GPT):
-    """The demo's GPT with AdamW in one fused kernel, as the peer has it."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-
-def make_model(hparams: dict, cls: type[GPT] = GPT) -> GPT:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return cls(**hparams)
-
-
-def repeat(batch: dict[str, Tensor], steps: int) -> DataLoader:
-    return DataLoader([batch] * steps, batch_size=None, pin_memory=True)
+STEP_BAR = 1.05  # our step over the simulated one
 
 
 class Peak(Callback):
@@ -68,61 +56,36 @@ class Peak(Callback):
             self.bytes = torch.cuda.max_memory_allocated() - self._base
 
 
-def trainer(devices: int, steps: int, precision: str, strategy: object, callbacks: list[Callback]) -> Trainer:
-    return Trainer(
-        accelerator="cuda",
-        devices=devices,
-        strategy=strategy,
-        precision=precision,
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        use_distributed_sampler=False,
-    )
-
-
-def hparams_of(length: int, args: argparse.Namespace) -> dict:
-    return {
-        "vocabulary": args.vocabulary,
-        "context": length,
-        "width": args.width,
-        "num_blocks": args.layers,
-        "num_heads": args.width // 128,
-        "tie_embeddings": False,
-        "explicit_mask": False,
-    }
-
-
 class Comparison:
-    """One of our schedules against one of torch's, at one size of micro-batch."""
+    """One of our schedules against the peers, at one size of micro-batch."""
 
     def __init__(self, schedule: str, rows: int, length: int, args: argparse.Namespace) -> None:
         self.schedule, self.rows, self.length, self.args = schedule, rows, length, args
-        self.other = args.peer or (schedule if schedule in PEERS else "1f1b")
+        self.others: list[str] = args.peers or [peer_of(schedule)]
         self.hparams = hparams_of(length, args)
         generator = torch.Generator().manual_seed(0)
         shape = (rows * args.microbatches, length)
         self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator)
         self.batch = self.tokens.cuda()
-        self.peak, self.peer_peak = Peak(), 0
+        self.peak = Peak()
+        self.peer_peaks: dict[str, int] = {}
 
     def model(self) -> GPT:
         return make_model(self.hparams)
 
-    def make_peer(self, module: LightningModule) -> Callable[[], None]:
-        """The peer's step, once its peak memory was measured."""
-        step = torch_peer(self.model, self.other, self.batch, self.args.microbatches)
+    def make_peers(self, module: LightningModule) -> dict[str, Callable[[], object]]:
+        """The peers' steps, once the peak memory of each was measured."""
+        return {other: self.make_peer(other) for other in self.others}
+
+    def make_peer(self, other: str) -> Callable[[], object]:
+        step = make_peer(other, self.model, self.batch, self.args.microbatches)
         step()
         synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         step()
         synchronize()
-        self.peer_peak = torch.cuda.max_memory_allocated() - base
+        self.peer_peaks[other] = torch.cuda.max_memory_allocated() - base
         return step
 
     def strategy(self) -> PipelineStrategy:
@@ -137,10 +100,10 @@ class Comparison:
         )
 
     def run(self, world: int) -> None:
-        """Measure, and print two lines."""
+        """Measure, and print a line a peer and one of ours."""
         block = max(1, self.args.block if self.rows * self.length > 2048 else 3 * self.args.block)
         fence = partial(dist.barrier, device_ids=[torch.cuda.current_device()])
-        pairs = Interleave(self.make_peer, block=block, pairs=self.args.pairs, fence=fence)
+        pairs = Rounds(self.make_peers, block=block, pairs=self.args.pairs, fence=fence)
         limit, monitor = Limit(self), BubbleMonitor(every_n_steps=5 * block)
         callbacks: list[Callback] = [self.peak, pairs, limit, monitor]
         if self.args.trace:
@@ -150,13 +113,24 @@ class Comparison:
         run = trainer(world, pairs.steps, "bf16-true", self.strategy(), callbacks)
         run.fit(make_model(self.hparams, BenchGPT), loader)
         if int(os.environ["RANK"]) == 0:
-            print(pairs.result.report(self.title(world), self.args.bar))
-            print(f"    {limit.report(pairs, world)}; {monitor.summary()}", flush=True)
+            for other, result in pairs.results.items():
+                peak = f"peak of the peer above start {limit.peers[other] / 2**30:.2f} GiB"
+                print(f"{result.report(self.title(other, world), self.args.bar)}; {peak}")
+            print(f"    {limit.report(pairs, world)}; {_simulated(monitor)}; {monitor.summary()}", flush=True)
 
-    def title(self, world: int) -> str:
+    def title(self, other: str, world: int) -> str:
         ours = f"{self.schedule}{' with CUDA graphs' if self.args.cuda_graphs else ''}"
         shape = f"{self.args.microbatches} x ({self.rows} x {self.length} tokens)"
-        return f"{ours} against torch's {self.other}, {shape}, {world} GPUs"
+        return f"{ours} against {label(other)}, {shape}, {world} GPUs"
+
+
+def _simulated(monitor: BubbleMonitor) -> str:
+    """Our step, from its first action to its last, over the simulated one."""
+    ratio = monitor.step_ratio()
+    if ratio is None:
+        return "no step was measured"
+    met = "met" if 1 / STEP_BAR <= ratio <= STEP_BAR else "MISSED"
+    return f"step : simulated {ratio:.4f}, bar {STEP_BAR} {met}"
 
 
 class Limit(Callback):
@@ -168,27 +142,21 @@ class Limit(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         of, graphs = self.comparison, trainer.strategy.pipeline.cut.graphs
         self.compute, self.optimizer = limit_ms(of.model, of.batch, of.args.microbatches)
-        peaks = torch.tensor([float(of.peak.bytes + (graphs.bytes if graphs else 0)), float(of.peer_peak)])
+        ours = of.peak.bytes + (graphs.bytes if graphs else 0)
+        peaks = torch.tensor([ours, *of.peer_peaks.values()], dtype=torch.float64)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        self.ours, self.peer = peaks.tolist()
+        self.ours, *peers = peaks.tolist()
+        self.peers = dict(zip(of.peer_peaks, peers, strict=True))
 
-    def report(self, pairs: Interleave, world: int) -> str:
+    def report(self, pairs: Rounds, world: int) -> str:
         m, limit = self.comparison.args.microbatches, self.compute + self.optimizer
         bound = self.compute * (world - 1 + m) / m + self.optimizer
+        ours = statistics.median(next(iter(pairs.results.values())).ours)
         return (
             f"limit: compute {self.compute:.1f} + optimizer {self.optimizer:.1f} ms, ours : limit"
-            f" {1e3 * statistics.median(pairs.result.ours) / limit:.3f}; 1F1B's bound {bound:.1f} ms; peak above start,"
-            f" dearest rank: ours {self.ours / 2**30:.2f} GiB, peer {self.peer / 2**30:.2f} GiB"
+            f" {1e3 * ours / limit:.3f}; 1F1B's bound {bound:.1f} ms; our peak above start, dearest rank:"
+            f" {self.ours / 2**30:.2f} GiB"
         )
-
-
-def bind_to_cores() -> None:
-    """Give each rank of this host cores of its own: threads that move between cores scatter host-bound times."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
-    first = share * int(os.environ["LOCAL_RANK"])
-    if share > 1:
-        os.sched_setaffinity(0, cores[first : first + share])
 
 
 def check_parity(world: int) -> None:
@@ -229,7 +197,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", default=["1x1024", "4x2048"], help="rows x length of a micro-batch")
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"], help="ours")
-    parser.add_argument("--peer", choices=list(PEERS), help="torch's; default the one of that name, or 1f1b")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=NAMES,
+        help="torch's schedules and deepspeed, each beside each of ours; default torch's of that name, or 1f1b",
+    )
     parser.add_argument("--partition", default="count", help="ours: a name, or blocks of each stage as 8,9,8,7")
     parser.add_argument("--bar", type=float, default=BAR)
     parser.add_argument("--pairs", type=int, default=20)

@@ -213,6 +213,10 @@ FEATURES: dict[str, dict[str, object]] = {
     "ZB-V": {"schedule": "zb_v"},
     "V-Min with graphs": {"schedule": "v_min", "cuda_graphs": True},
     "interleaved, graphs": {"schedule": "interleaved_1f1b", "cuda_graphs": True},
+    "Chimera": {"schedule": "chimera"},
+    "DualPipe": {"schedule": "dualpipe"},
+    "GEMS": {"schedule": "gems"},
+    "DualPipe with graphs": {"schedule": "dualpipe", "cuda_graphs": True},
     "sharded checkpoint": {"state_dict_type": "sharded", "save": True},
     "16-mixed": {"precision": "16-mixed"},
 }

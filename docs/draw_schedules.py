@@ -25,7 +25,9 @@ from lightning_parallel.pipeline.splits import merge_useless_splits
 DOCS = Path(__file__).parent
 IMAGES, DRAWN = DOCS / "images", DOCS / "images" / "drawn.json"
 RANKS, MICROBATCHES = 4, {"naive": 2, "terapipe": 3}
-SHOWN = {"zb_auto": "zb_auto:limit=6", "dapple": "dapple:policy=2"}
+SHOWN = {"zb_auto": "zb_auto:limit=6", "dapple": "dapple:policy=2", "chimera_doubling": "chimera:doubling=true"}
+ALSO = {"chimera": "chimera_doubling"}  # a second row and picture in the section of the first
+NAMES = [shown for name in SCHEDULES for shown in (name, ALSO.get(name)) if shown]
 COLOURS = 48  # of a picture's palette: keeps the files small
 
 
@@ -60,10 +62,11 @@ def draw(name: str) -> None:
 def row(name: str) -> str:
     """A line of the table."""
     shown, schedule = timeline(name), timeline(name).schedule
-    formula = TABLE.get(name)
+    short = spec.parse(schedule.name)[0]
+    formula = TABLE.get(short)
     text = "none" if formula is None else f"{formula.text}" + (f", {formula.condition}" if formula.condition else "")
     cells = (
-        f"[`{schedule.name}`](#{name})",
+        f"[`{schedule.name}`](#{short})",
         str(schedule.num_stages),
         f"{shown.idle:.4f}",
         f"{shown.span:.4f}",
@@ -79,9 +82,10 @@ def section(name: str) -> str:
     """Picture, rule, formulas beside the simulation, and source of one schedule."""
     description, source = _docstring(name)
     microbatches = MICROBATCHES.get(name, 8)
+    pictures = [shown for shown in (name, ALSO.get(name)) if shown]
     parts = [
         f"## {name}",
-        f"![{name}, {RANKS} ranks, {microbatches} micro-batches](images/{name}.png)",
+        *(f"![{p}, {RANKS} ranks, {microbatches} micro-batches](images/{p}.png)" for p in pictures),
         f"**Rule.** {description}",
         f"**Options.** {_options(name)}",
         f"**Formula beside simulation.** {_beside(name)}",
@@ -103,28 +107,31 @@ def _options(name: str) -> str:
     words = []
     for key, value in options.items():
         (meaning,) = re.findall(rf"^    {key}: ((?:.|\n)*?)(?=\n    \w+:|\n\n)", told, re.MULTILINE)
-        words.append(f"`{key}={value:g}`, " + re.sub(r"\s+", " ", meaning.replace("``", "`")))
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+        words.append(f"`{key}={shown}`, " + re.sub(r"\s+", " ", meaning.replace("``", "`")))
     return " ".join(words)
 
 
 def _beside(name: str) -> str:
     formula = TABLE.get(name)
-    shown = SHOWN.get(name, name)
     if formula is None:
         cells = "; ".join(f"M = {m}: {timeline(name, m).idle:.4f}" for m in (8, 16, 32))
         return f"No closed form for the bubble; simulated idle share at D = 4: {cells}."
-    cells = []
-    for m in (4, 8, 16):
-        promised = bubble_formula(shown, RANKS, m)
-        beside = "none" if promised is None else f"{promised:.4f}"
-        cells.append(f"M = {m}: {beside} / {timeline(name, m).idle:.4f}")
+    cells = [_cell(shown, m) for shown in (name, ALSO.get(name)) if shown for m in (4, 8, 16)]
     when = f" for {formula.condition}" if formula.condition else ""
     return f"Idle share {formula.text}{when}; formula / simulated at D = 4: {'; '.join(cells)}."
 
 
+def _cell(name: str, microbatches: int) -> str:
+    promised = bubble_formula(SHOWN.get(name, name), RANKS, microbatches)
+    beside = "none" if promised is None else f"{promised:.4f}"
+    doubled = "doubled, " if name == ALSO["chimera"] else ""
+    return f"{doubled}M = {microbatches}: {beside} / {timeline(name, microbatches).idle:.4f}"
+
+
 def page() -> str:
     head = "| schedule | stages | idle | span | held on ranks 0 to 3 | weights | ahead | formula of idle |"
-    table = "\n".join([head, "|---" * 8 + "|", *map(row, SCHEDULES)])
+    table = "\n".join([head, "|---" * 8 + "|", *map(row, NAMES)])
     merged = merge_useless_splits(make("zb_v", 4, 16))
     return (
         (DOCS / "schedules_template.md")
@@ -141,9 +148,9 @@ def page() -> str:
 def main(text_only: bool) -> None:
     (DOCS / "schedules.md").write_text(page())
     if not text_only:
-        for name in SCHEDULES:
+        for name in NAMES:
             draw(name)
-        DRAWN.write_text(json.dumps({name: digest(name) for name in SCHEDULES}, indent=1) + "\n")
+        DRAWN.write_text(json.dumps({name: digest(name) for name in NAMES}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

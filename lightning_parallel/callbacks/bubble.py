@@ -21,6 +21,7 @@ class BubbleMonitor(Callback):
     * the same with ``_expected``: the schedule simulated with this run's measured action times, so that the difference
       is what the engine adds to the schedule;
     * the same with ``_formula``: the closed form, for schedules that have one;
+    * ``parallel/step_seconds``: from the first action of any rank to the end of the last, and ``_expected``, as above;
     * ``parallel/busy_seconds/rank_r``: time in actions; ``parallel/waiting_seconds/rank_r``: time before an action
       whose input another rank had not made yet; ``parallel/transfer_seconds/rank_r``: time before one whose input was
       made and on its way;
@@ -74,8 +75,12 @@ class BubbleMonitor(Callback):
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def summary(self) -> str:
-        """The median measured bubble of the last ``fit`` beside formula and expectation, one line."""
+        """The median measured bubble and step of the last ``fit`` beside formula and expectation, one line."""
         return self._history.summary()
+
+    def step_ratio(self) -> float | None:
+        """What a step of the last ``fit`` took over what the simulator gives for its action times, the median."""
+        return self._history.step_ratio()
 
     def _read(self, trace: StepTrace | None, trainer: Trainer) -> dict[str, float]:
         if trace is None or self._history.has(trace):

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
-from lightning_parallel.measure.bubble import idle_of, span_of
+from lightning_parallel.measure.bubble import idle_of, makespan, span_of
 from lightning_parallel.measure.perfetto import write_chrome_trace
 from lightning_parallel.measure.picture import Panel, draw_timelines
 from lightning_parallel.measure.reading import expected_timeline
@@ -80,17 +80,21 @@ def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -
         Panel(
             f"Measured: {schedule.name}, step {trace.step}",
             trace.rows,
-            f"bubble: idle {idle_of(trace.rows):.3f}, span {span_of(trace.rows):.3f}",
+            _note(makespan(trace.rows), idle_of(trace.rows), span_of(trace.rows)),
         ),
         Panel(
             "Simulated: every action takes its measured mean",
             expected.rows,
-            f"bubble: idle {expected.idle:.3f}, span {expected.span:.3f}",
+            _note(expected.makespan, expected.idle, expected.span),
         ),
     ]
     draw_timelines(picture, panels, [_row_label(trace, row, rank) for row, rank in enumerate(row_ranks)])
     write_chrome_trace(events, [trace], row_ranks)
     return [picture, events]
+
+
+def _note(seconds: float, idle: float, span: float) -> str:
+    return f"step {seconds:.4g} s, bubble: idle {idle:.3f}, span {span:.3f}"
 
 
 def _row_label(trace: StepTrace, row: int, rank: int) -> str:

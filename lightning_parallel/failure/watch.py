@@ -22,12 +22,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.failure.aborts import is_communication_error, quietly, shut
+from lightning_parallel.failure.party import Party, Status, lost
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import open_sockets, this_process, whereabouts
-from lightning_parallel.failure.roll import Hub, Party, Patience, Spoke, Status, lost
+from lightning_parallel.failure.roll import Hub, Spoke
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
 _SAID_S = 1.5  # how long a goodbye or a report may take to arrive
@@ -73,7 +75,7 @@ class Watch:
         self._failed_at = self._leaving_since = self._next_beat = 0.0
         self._since = time.monotonic()
         self._state: tuple[int, str | None] = (0, None)
-        self._aborts: list[Callable[[], object]] = [self._shut_sockets]
+        self._aborts: list[Callable[[], object]] = [lambda: shut(self._sockets & open_sockets())]
         self._sockets: set[tuple[int, str]] = set()
         self._lock, self._known = threading.Lock(), threading.Event()
         self._outbox: list[bytes] = []
@@ -231,13 +233,13 @@ class Watch:
         if now > self._failed_at + self.patience.grace_s and self._aborts:
             aborts, self._aborts = self._aborts, []
             for abort in aborts:
-                threading.Thread(target=_quietly, args=(abort,), daemon=True).start()
+                threading.Thread(target=quietly, args=(abort,), daemon=True).start()
         if now > self._failed_at + self.patience.grace_s + self.patience.exit_s:
             self._end()
 
     def _end(self) -> None:
         """The main thread did not end by itself: say where it is, then why it all ended, and end the process."""
-        flush = threading.Thread(target=_quietly, args=(sys.stdout.flush,), daemon=True)
+        flush = threading.Thread(target=quietly, args=(sys.stdout.flush,), daemon=True)
         flush.start()
         flush.join(_SAID_S)
         assert self.failure is not None
@@ -264,13 +266,6 @@ class Watch:
         if self._party is not None:
             with suppress(OSError):
                 self._wake.send(b"x")
-
-    def _shut_sockets(self) -> None:
-        for descriptor, _ in self._sockets & open_sockets():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if not listens:  # gloo aborts without its listener
-                    connection.shutdown(socket.SHUT_RDWR)
 
     def _abandon(self) -> None:
         """In a forked process (a loader's worker), whose copy of a connection would hide the end of this rank."""
@@ -304,34 +299,6 @@ class _Blocked:
         self._watch.progress += 1
         if isinstance(error, RuntimeError) and not isinstance(error, StageError):
             raise self._watch._tell(error, f"waiting for {self._what}", True)
-
-
-def abort_device_groups() -> None:
-    """Abort the NCCL communicators of all process groups, so that a host that waits for the device is freed."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(Exception):
-            group._get_backend(torch.device("cuda")).abort()
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception is what a failure of another rank looks like from here."""
-    text = str(error)
-    signs = (
-        "gloo",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Timed out waiting",
-        "NCCL",
-    )
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )
-
-
-def _quietly(function: Callable[[], object]) -> None:
-    with suppress(Exception):
-        function()
 
 
 def _forget_in_child() -> None:

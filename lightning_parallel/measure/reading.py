@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.simulator import Timeline, simulate
 
 @dataclass(frozen=True)
 class BubbleReading:
-    """The bubbles of one step: measured, expected of the schedule with the measured action times, and by formula.
+    """The time and bubbles of one step: measured, expected of the schedule with measured action times, by formula.
 
     Args:
         step: which training step.
@@ -34,6 +34,8 @@ class BubbleReading:
         transfer: seconds each row waited for a value that was made to arrive.
         shares: of each stage in the time that all stages computed.
         formula_span: of span, as ``formula``.
+        seconds: measured, from the first action of any row to the end of the last.
+        seconds_expected: of the simulator with this step's mean action times.
     """
 
     step: int
@@ -47,6 +49,8 @@ class BubbleReading:
     transfer: tuple[float, ...]
     shares: tuple[float, ...] = ()
     formula_span: float | None = None
+    seconds: float = 0.0
+    seconds_expected: float = 0.0
 
     @classmethod
     def of(cls, trace: StepTrace) -> BubbleReading:
@@ -63,6 +67,8 @@ class BubbleReading:
             *seconds,
             bubble.stage_shares(rows),
             formula_of(trace.schedule, span=True),
+            bubble.makespan(rows),
+            expected.makespan,
         )
 
     def metrics(self, row_ranks: Sequence[int], planned_shares: Sequence[float] = ()) -> dict[str, float]:
@@ -72,6 +78,8 @@ class BubbleReading:
             "parallel/bubble_idle_expected": self.idle_expected,
             "parallel/bubble_span": self.span,
             "parallel/bubble_span_expected": self.span_expected,
+            "parallel/step_seconds": self.seconds,
+            "parallel/step_seconds_expected": self.seconds_expected,
         }
         if self.formula is not None:
             values["parallel/bubble_idle_formula"] = self.formula
@@ -126,8 +134,13 @@ class BubbleHistory:
         """Whether the newest reading is of this step."""
         return bool(self.readings) and self.readings[-1].step == trace.step
 
+    def step_ratio(self) -> float | None:
+        """Median over steps of the measured time over the simulated one; None where nothing was measured."""
+        ratios = [r.seconds / r.seconds_expected for r in self.readings if r.seconds_expected > 0]
+        return median(ratios) if ratios else None
+
     def summary(self) -> str:
-        """The median bubble of the run beside its promises, for people."""
+        """The median bubble and step time of the run beside their promises, for people."""
         if self.schedule is None:
             return "bubble: no step was measured"
         schedule, readings = self.schedule, self.readings
@@ -137,5 +150,12 @@ class BubbleHistory:
             promise = f"formula {formula_text(schedule.name)} = {formula:.4f}, {promise}"
         return (
             f"bubble measured {idle:.4f} beside {promise} ({schedule.name}, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} micro-batches; idle share, median of {len(readings)} steps)"
+            f"{schedule.num_microbatches} micro-batches; idle share, median of {len(readings)} steps){self._times()}"
         )
+
+    def _times(self) -> str:
+        ratio = self.step_ratio()
+        if ratio is None:
+            return ""
+        measured, simulated = (median(getattr(r, of) for r in self.readings) for of in ("seconds", "seconds_expected"))
+        return f"; step {measured:.4g} s beside {simulated:.4g} s simulated with these times, median ratio {ratio:.4f}"

@@ -36,6 +36,7 @@ CANDIDATES = (
     "gems",
     "chimera",
     "chimera:pairs=2",
+    "chimera:doubling=true",
     "dualpipe",
     "naive",
 )

@@ -22,9 +22,9 @@ class Costs:
         update: time of U.
         communication: time from the end of an action until its result is on another row; one number, or one for
             each (source row, destination row), 0 where it is left out. A result used on its own row costs nothing.
-        pair: T_F&B, time of a forward and a backward that a schedule pairs (``Schedule.paired``) and that run as one:
-            both start when both have their inputs, both results are there at the end. Left out, the two run one after
-            the other, each with its own input and result.
+        pair: T_F&B, time of a forward and a backward (or of two forwards) that a schedule pairs (``Schedule.paired``)
+            and that run as one: both start when both have their inputs, both results are there at the end. Left out,
+            the two run one after the other, each with its own input and result.
 
     Example:
         >>> costs = Costs(forward=[1.0, 2.0], communication=0.5)

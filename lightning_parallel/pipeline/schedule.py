@@ -107,8 +107,9 @@ class Schedule:
         num_microbatches: M, the micro-batches of one step.
         edges: the (source stage, destination stage) pairs between which activations travel forward and their
             gradients back. Left out, each stage feeds the next one; a skip connection adds its own pair.
-        paired: forwards that may run as one with the backward right after them in their row, each hiding the other's
-            communication (DualPipe). Who does not know of it runs the two one after the other.
+        paired: forwards that may run as one with the action right after them in their row: a backward, each hiding the
+            other's communication (DualPipe), or the next forward (Chimera's doubling). Who does not know of it runs
+            the two one after the other.
 
     Example:
         >>> schedule = Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1")
@@ -225,7 +226,8 @@ class Schedule:
         kept = tuple(tuple(a for a in row if a.kind == "U" or a.microbatch < num_microbatches) for row in self.actions)
         if kept == self.actions:
             return self
-        paired = self.paired & {first.key for row in kept for first, second in pairwise(row) if second.kind in "BI"}
+        partners = {pair for row in self.actions for pair in pairwise(row)}
+        paired = self.paired & {pair[0].key for row in kept for pair in pairwise(row) if pair in partners}
         return replace(self, actions=kept, num_microbatches=num_microbatches, paired=paired)
 
     def to_text(self) -> str:

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.checkpoint.files import refuse_foreign
-from lightning_parallel.failure.watch import Patience, Watch, abort_device_groups
+from lightning_parallel.failure.aborts import abort_device_groups
+from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_axis_groups, open_store
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
@@ -64,7 +66,7 @@ class MeshStrategy(ParallelStrategy):
             raise ValueError(f'start_method={start_method!r}: use "popen" (scripts), "fork" (notebooks) or "spawn".')
         if patience is not None and not isinstance(patience, Patience):
             raise ValueError(
-                f"patience={patience!r}: use lightning_parallel.failure.roll.Patience(...), seconds by name."
+                f"patience={patience!r}: use lightning_parallel.failure.patience.Patience(...), seconds by name."
             )
         if not isinstance(timeout, timedelta):
             raise ValueError(f"timeout={timeout!r}: use datetime.timedelta(minutes=...).")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
-from lightning_parallel.failure.watch import Patience
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.failure.watch import Patience
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints

@@ -5,20 +5,16 @@ other ranks see none. Outside a step `compute` is therefore answered by the loss
 and whoever else computes hears it. A told value carries the moment it holds for (steps run, resets, updates), so that
 one which only rank 0 asked for makes nobody wait and is passed over by the others.
 
-What `self.log(name, metric, on_step=True)` shows is the value of the whole batch, which no micro-batch's forward knows:
-a blank copy of the metric takes what each forward took, and is computed after the last one. Left out: metrics that
-count updates rather than rows (`Running`), or are made as the run goes (`MetricTracker`).
+Left out: metrics that count updates rather than rows (`Running`), or are made as the run goes (`MetricTracker`).
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,9 +27,10 @@ from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in
+from lightning_parallel.trainer.logged_metrics import LoggedMetrics, OfOneMicrobatch
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
+from lightning_parallel.trainer.watched_metric import WatchedMetric
 
-_REPLACED = ("update", "compute", "distributed_available_fn", "process_group")
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
 
 
@@ -46,75 +43,6 @@ class _Told:
     value: Any
 
 
-class _OfOneMicrobatch:
-    """Stands where torchmetrics keeps the last forward's value; Lightning shows it when asked to log it."""
-
-    def __repr__(self) -> str:
-        return (
-            "the value of one micro-batch. A pipeline knows a whole batch's value of metrics that the step itself logs:"
-            " call self.log(name, metric) in the step, or with on_step=False"
-        )
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a metric that is logged on_step took in a micro-batch; of a whole batch `value`, what its forward gave."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    value: Any = None
-    is_whole: bool = False
-
-
-@dataclass(eq=False)
-class _Watched:
-    """A metric and what it was before; `leader`: whose updates count (a collection may update one metric of many)."""
-
-    metric: Metric
-    name: str
-    inner: bool
-    owner: StepMetrics
-    leader: _Watched | None = None
-    resets: int = 0
-    updates: int = 0
-    arguments: tuple[Any, Any] | None = None  # what the last forward of this step took
-    before: dict[str, Any] = field(default_factory=dict)
-
-    def put_on(self) -> None:
-        metric, cls = self.metric, type(self.metric)
-        self.before = {key: vars(metric)[key] for key in _REPLACED}
-        metric.__class__ = type(cls.__name__, (_Reports, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        vars(metric).update(
-            _watched=self,
-            update=partial(self.owner.update, self),
-            compute=partial(self.owner.compute, self),
-            distributed_available_fn=partial(bool, self.owner.pipeline.data.size > 1),
-            process_group=self.owner.pipeline.data.group,
-        )
-
-    def take_off(self) -> None:
-        self.metric.__class__ = type(self.metric).__mro__[2]
-        vars(self.metric).update(self.before)
-        del self.metric.__dict__["_watched"]
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        return self.owner.num_steps, self.resets + (self.leader or self).updates
-
-
-class _Reports:
-    """Added to a watched metric's class: resets are counted, and a copy (or a pickle) is an ordinary metric again."""
-
-    def reset(self) -> None:
-        watched: _Watched = vars(self)["_watched"]
-        watched.owner.resets(watched)
-        super().reset()  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in self.__getstate__().items() if key != "_watched"}  # type: ignore[attr-defined]
-        return _ordinary, (type(self).__mro__[2],), state
-
-
 class StepMetrics:
     """The metrics of a module for the length of a run.
 
@@ -124,6 +52,7 @@ class StepMetrics:
 
     Attributes:
         num_steps: steps run so far, of all kinds.
+        logged: those of them that steps log.
         in_step: whether a step runs.
         share: weight of the micro-batch that runs, None where it is the whole batch.
         replay: the updates of a step, where steps end here and on other ranks.
@@ -139,13 +68,13 @@ class StepMetrics:
         self.num_steps, self.in_step = 0, False
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
-        self._undo: dict[_Watched, dict[str, Any]] | None = None
+        self._undo: dict[WatchedMetric, dict[str, Any]] | None = None
         self._told: dict[tuple[str, bool], list[_Told]] = {}
-        self._blanks: dict[Hashable, Any] = {}
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
+        self.logged = LoggedMetrics(module, self._watched)
         self._refuse()
         for watched in self._watched.values():
-            watched.put_on()
+            watched.put_on(pipeline.data.size > 1, pipeline.data.group)
         collections = [m for m in module.modules() if isinstance(m, MetricCollection)]
         several = pipeline.both_ways and pipeline.ends_steps
         self.replay = MetricReplay(collections) if several else None
@@ -179,7 +108,7 @@ class StepMetrics:
         """Around a step's micro-batches: metrics are filled, and computed by whoever computes."""
         self.num_steps += 1
         self._told.clear()
-        self._blanks.clear()
+        self.logged.begin()
         self.in_step = True
         if self.replay is not None:
             self.replay.begin()
@@ -191,7 +120,7 @@ class StepMetrics:
                 self.replay.end()
             for watched in self._watched.values():
                 if watched.arguments is not None:
-                    vars(watched.metric)["_forward_cache"], watched.arguments = _OfOneMicrobatch(), None
+                    vars(watched.metric)["_forward_cache"], watched.arguments = OfOneMicrobatch(), None
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -209,7 +138,7 @@ class StepMetrics:
         assert self.replay is not None
         self.replay.run(updates, {watched.name: watched for watched in self._watched.values()})
 
-    def resets(self, watched: _Watched) -> None:
+    def resets(self, watched: WatchedMetric) -> None:
         """A metric is going to be reset.
 
         Raises:
@@ -222,7 +151,7 @@ class StepMetrics:
         if self.replay is not None and self._undo is None:
             self.replay.refuse_reset(watched.name)
 
-    def _keep(self, watched: _Watched) -> None:
+    def _keep(self, watched: WatchedMetric) -> None:
         """Remember what a metric is before it changes, as long as that may be undone."""
         if self._undo is not None and watched not in self._undo:
             self._undo[watched] = state_of(watched.metric)
@@ -231,7 +160,7 @@ class StepMetrics:
 
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
-    def update(self, watched: _Watched, *args: Any, **kwargs: Any) -> None:
+    def update(self, watched: WatchedMetric, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
         metric = watched.metric
         self._keep(watched)
@@ -259,7 +188,7 @@ class StepMetrics:
         else:
             self.replay.update(watched, self._undo is None, args, kwargs)
 
-    def compute(self, watched: _Watched, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, watched: WatchedMetric, *args: Any, **kwargs: Any) -> Any:
         """`metric.compute`: local inside a step and inside a forward, otherwise the loss stage's."""
         if self.in_step or self._busy or not watched.metric._should_unsync:
             self._warn_of_part(watched)
@@ -275,7 +204,7 @@ class StepMetrics:
         self.pipeline.tell(_Told(key, watched.moment, tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), value)))
         return value
 
-    def _hear_value(self, watched: _Watched, key: tuple[str, bool]) -> Any:
+    def _hear_value(self, watched: WatchedMetric, key: tuple[str, bool]) -> Any:
         """The value that the loss stage told for this moment.
 
         What Lightning reads it reads once on every rank, though on rank 0 maybe earlier, for the progress bar: one
@@ -297,7 +226,7 @@ class StepMetrics:
                 )
             self._told.setdefault(told.key, []).append(told)
 
-    def _warn_of_part(self, watched: _Watched) -> None:
+    def _warn_of_part(self, watched: WatchedMetric) -> None:
         partly = self.in_step and self.share is not None and self.at_loss
         if partly and not self._warned and not watched.inner and watched.metric._should_unsync:
             self._warned = True
@@ -307,78 +236,12 @@ class StepMetrics:
                 stacklevel=4,
             )
 
-    # -- metrics as logged values --------------------------------------------------------------------------------------
-
-    def name_of(self, metric: Any, key: str) -> str:
-        """The metric's attribute, which is how it travels.
-
-        Raises:
-            TypeError: the module has no such metric.
-        """
-        watched = self._watched.get(id(metric))
-        if watched is None:
-            single = "Make it an attribute of the LightningModule in __init__, setup or configure_model."
-            advice = "Use self.log_dict(collection)." if isinstance(metric, MetricCollection) else single
-            raise TypeError(
-                f"self.log({key!r}) got a {type(metric).__name__} that is no metric of the module. {advice}"
-            )
-        return watched.name
-
-    def given(self, metric: Metric) -> Given:
-        """What a metric that the step logs on_step took in its last forward.
-
-        Raises:
-            TypeError: the metric has a forward of its own, whose arguments are not known.
-        """
-        watched = self._watched[id(metric)]
-        if self.share is None or metric._forward_cache is None:
-            return Given(value=metric._forward_cache, is_whole=True)
-        if watched.arguments is None:
-            raise TypeError(
-                f"Metric `{watched.name}` is logged on_step, but {type(metric).__name__} has a forward of its own, from"
-                " which a pipeline cannot tell the value of a whole batch. Log it with on_step=False, on_epoch=True."
-            )
-        return Given(*watched.arguments)
-
-    def add(self, key: Hashable, name: str, given: Given) -> None:
-        """Keep in mind the value of a whole batch for a logged key, or add a micro-batch to it."""
-        if given.is_whole:
-            self._blanks[key] = given.value
-            return
-        if self._blanks.get(key) is None:
-            metric = self.module.get_submodule(name)
-            assert isinstance(metric, Metric)
-            self._blanks[key] = _blank(metric)
-        self._blanks[key].update(*given.args, **given.kwargs)
-
-    def value(self, key: Hashable, name: str) -> Tensor | None:
-        """The whole batch's value of what was noted, None if nothing was.
-
-        Raises:
-            ValueError: it is not one number.
-        """
-        noted = self._blanks.pop(key, None)
-        value = noted.compute() if isinstance(noted, Metric) else noted
-        if value is not None and (not isinstance(value, Tensor) or value.numel() != 1):
-            raise ValueError(
-                f"Metric `{name}` is logged, but it gives {value}; a logged metric must give one number. Log its parts."
-            )
-        return value
-
-    def restore(self, name: str, value: Tensor | None) -> Metric:
-        """The metric of that name on this rank, as if its forward had given the whole batch's value."""
-        metric = self.module.get_submodule(name)
-        assert isinstance(metric, Metric)
-        if value is not None:
-            vars(metric)["_forward_cache"] = value
-        return metric
-
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def _watch(self, name: str, metric: Metric) -> _Watched:
+    def _watch(self, name: str, metric: Metric) -> WatchedMetric:
         _move(metric, self.pipeline.device)
         above = (self.module.get_submodule(name[:i]) for i, letter in enumerate(name) if letter == ".")
-        return _Watched(metric, name, any(isinstance(module, Metric) for module in above), self)
+        return WatchedMetric(metric, name, any(isinstance(module, Metric) for module in above), self)
 
     def _refuse(self) -> None:
         for name, module in self.module.named_modules():
@@ -404,10 +267,6 @@ def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     return [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
 
 
-def _ordinary(cls: type[Metric]) -> Metric:
-    return cls.__new__(cls)
-
-
 def _is_one_number(value: Any, weight: Any = None) -> bool:
     """Whether an update of a `MeanMetric` gives one value and no weight."""
     return weight is None and getattr(value, "ndim", 0) == 0
@@ -416,15 +275,3 @@ def _is_one_number(value: Any, weight: Any = None) -> bool:
 def _move(metric: Metric, device: torch.device) -> None:
     if next(metric.parameters(), None) is None:  # a metric with a network in it is moved as the unit it is
         metric.to(device)
-
-
-def _blank(metric: Metric) -> Metric:
-    """A metric like this one that has seen nothing. What the metric has seen is not copied, nor a network in it."""
-    if any(isinstance(inner, Metric) for inner in metric.modules() if inner is not metric):
-        blank = copy.deepcopy(metric)
-    else:
-        blank = copy.copy(metric)
-        containers = {key: copy.copy(value) for key, value in vars(blank).items() if type(value) in (list, dict, set)}
-        vars(blank).update(containers)
-    blank.reset()
-    return blank

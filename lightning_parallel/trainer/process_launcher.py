@@ -12,36 +12,28 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-import torch.multiprocessing as mp
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from lightning_parallel.errors import Failure, StageError, add_note
-from lightning_parallel.failure.roll import lost
-from lightning_parallel.failure.watch import Watch, is_communication_error
-from lightning_parallel.trainer.failures import exit_hint, reported, tell
+from lightning_parallel.errors import Failure
+from lightning_parallel.failure.watch import Watch
+from lightning_parallel.trainer.failures import reported, tell
+from lightning_parallel.trainer.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_LOOK_S = 0.2
-_TERMINATE_S = 1.5
-_SIGTERM_S = 25.0
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -65,7 +57,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         with self._port():
             states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
             job = (self, trainer, function, args, kwargs, states)
-            children = _Children(self._start_method, self._strategy.num_processes, job)
+            children = RankProcesses(self._start_method, self._strategy.num_processes, _rank_main, job)
         self.procs = children.processes
         try:
             with children.forwarded_sigterm():
@@ -146,131 +138,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_weights": None}
-
-
-class _Children:
-    """The ranks' processes and what they answered."""
-
-    def __init__(self, start_method: str, count: int, job: tuple) -> None:
-        context: Any = mp.get_context(start_method)
-        self.processes: list[Any] = []
-        self._pipes: dict[Connection, int] = {}
-        self._answers: dict[int, Any] = {}
-        self._errors: list[BaseException] = []  # in the order in which they came
-        self._deadline, self._terminated = float("inf"), False
-        self._given_up: set[int] = set()
-        try:
-            for rank in range(count):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_main, args=(rank, *job, theirs), daemon=False)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self._pipes[ours] = rank
-        except BaseException:
-            self.end()
-            raise
-
-    def wait(self, patience_s: float) -> Any:
-        """What rank 0 answered, once all ranks have; or the exception of the run."""
-        open_pipes = dict(self._pipes)
-        while open_pipes and time.monotonic() < self._deadline:
-            for pipe in wait(list(open_pipes), timeout=_LOOK_S):
-                assert isinstance(pipe, Connection)
-                if not self._read(pipe, open_pipes.pop(pipe)):
-                    self._deadline = min(self._deadline, time.monotonic() + patience_s)
-        if self._terminated:
-            raise SIGTERMException
-        if len(self._answers) < len(self.processes):
-            self._raise()
-        return self._answers[0]
-
-    def _read(self, pipe: Connection, rank: int) -> bool:
-        """Whether the rank answered; otherwise why not."""
-        try:
-            returned, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            self.processes[rank].join(_TERMINATE_S)
-            return False
-        if returned:
-            self._answers[rank] = value
-        else:
-            self._errors.append(_with_traceback(Failure.from_bytes(value)))
-            self._give_up(getattr(self._errors[-1], "lost_rank", None))
-        return returned
-
-    def _give_up(self, lost_rank: int | None) -> None:
-        """A rank that the others have lost is not waited for."""
-        if lost_rank is not None and self.processes[lost_rank].is_alive():
-            self._given_up.add(lost_rank)
-            self.processes[lost_rank].kill()
-
-    def _raise(self) -> NoReturn:
-        """The exception that the run ends with: the first that is not the echo of another."""
-        codes = {rank: child.exitcode for rank, child in enumerate(self.processes) if rank not in self._given_up}
-        dead = {rank: hint for rank, code in codes.items() if (hint := _killed(code))}
-        errors = sorted(self._errors, key=is_communication_error)
-        error = errors[0] if errors else None
-        if isinstance(error, StageError) and (lost_rank := error.lost_rank) in dead:
-            self._raise_lost(lost_rank, error.stage, dead[lost_rank])
-        if dead and (error is None or is_communication_error(error)):
-            rank = min(dead)
-            self._raise_lost(rank, None, dead[rank])
-        if error is None:
-            rank, code = next((rank, code) for rank, code in codes.items() if rank not in self._answers)
-            self._raise_lost(rank, None, exit_hint(code) or "it did not end by itself")
-        raise error
-
-    def _raise_lost(self, rank: int, stage: int | None, hint: str) -> NoReturn:
-        others = [other for other in range(len(self.processes)) if other != rank]
-        raise lost(rank, stage, f"its process ended ({hint})").to_error(others)
-
-    @contextmanager
-    def forwarded_sigterm(self) -> Iterator[None]:
-        """SIGTERM to this process ends the ranks, which may still write a checkpoint."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, lambda *_: self._terminate())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _terminate(self) -> None:
-        self._terminated = True
-        self._deadline = time.monotonic() + _SIGTERM_S
-        self._signal(signal.SIGTERM)
-
-    def _signal(self, signum: int) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signum)
-
-    def end(self) -> None:
-        """Leave no process behind."""
-        for signum in (0, signal.SIGTERM, signal.SIGKILL):  # 0: those that have answered are about to end
-            self._signal(signum)
-            deadline = time.monotonic() + _TERMINATE_S
-            for process in self.processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        for pipe in self._pipes:
-            pipe.close()
-
-
-def _with_traceback(failure: Failure) -> BaseException:
-    """The exception as it came, with the traceback that it had in its own process."""
-    error = failure.error
-    assert error is not None
-    origin = error.__cause__ or error
-    if not getattr(origin, "__notes__", None):  # a StageError of another rank than this one has it already
-        add_note(origin, f"on rank {failure.rank}:\n{failure.traceback_text.rstrip()}")
-    return error
-
-
-def _killed(code: int | None) -> str | None:
-    return exit_hint(code) if code is not None and code < 0 else None
 
 
 class _Answer:

@@ -25,7 +25,8 @@ from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
 from lightning_parallel.pipeline.readback import Readback
-from lightning_parallel.trainer.metrics import Given, StepMetrics
+from lightning_parallel.trainer.logged_metrics import Given
+from lightning_parallel.trainer.metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -96,12 +97,12 @@ class StepLog:
         self.notes = sorted([*self.notes, *notes], key=lambda note: note.microbatch)
         for note in self.notes:
             if isinstance(note.value, MetricNote) and note.value.given is not None:
-                self.metrics.add(note.key, note.value.name, note.value.given)
+                self.metrics.logged.add(note.key, note.value.name, note.value.given)
 
     def replay(self, calls: Sequence[LogCall]) -> None:
         """Make the joined calls."""
         for call in calls:
-            value = call.value if call.metric is None else self.metrics.restore(call.metric, call.value)
+            value = call.value if call.metric is None else self.metrics.logged.restore(call.metric, call.value)
             self.module.log(call.name, value, **call.options)
 
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -125,13 +126,13 @@ class StepLog:
         self.notes.append(Note(self.microbatch, (name, occurrence), value, options))
 
     def _note_metric(self, key: tuple[str, int], metric: Any, options: dict[str, Any]) -> MetricNote:
-        name, on_step = self.metrics.name_of(metric, key[0]), options.get("on_step")
+        name, on_step = self.metrics.logged.name_of(metric, key[0]), options.get("on_step")
         if not (self.training if on_step is None else on_step):
             return MetricNote(name)
-        given = self.metrics.given(metric)
+        given = self.metrics.logged.given(metric, self.metrics.share is None)
         if self.metrics.pipeline.both_ways:
             return MetricNote(name, given)
-        self.metrics.add(key, name, given)
+        self.metrics.logged.add(key, name, given)
         return MetricNote(name)
 
     def _join(self, key: tuple[str, int], notes: list[Note], weights: Sequence[float | Tensor]) -> LogCall:
@@ -140,7 +141,7 @@ class StepLog:
             options["batch_size"] = sum(note.options["batch_size"] for note in notes)
         values = [note.value for note in notes]
         if isinstance(values[-1], MetricNote):
-            value = self.metrics.value(key, values[-1].name)
+            value = self.metrics.logged.value(key, values[-1].name)
             return LogCall(key[0], value, options, _dtype(value), values[-1].name)
         if len(values) > 1:
             values = [_reduce(values, [weights[note.microbatch] for note in notes], options.get("reduce_fx", "mean"))]

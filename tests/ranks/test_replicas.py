@@ -25,7 +25,7 @@ def table_of(name: str, num_ranks: int, num_microbatches: int, row: int) -> tupl
     return schedule, ParameterTable(model, layout, held, row)
 
 
-@pytest.mark.parametrize("name", ["gems", "chimera", "chimera:pairs=2", "dualpipe"])
+@pytest.mark.parametrize("name", ["gems", "chimera", "chimera:pairs=2", "chimera:doubling=true", "dualpipe"])
 @pytest.mark.parametrize("num_microbatches", [3, 8, 13])
 def test_all_rows_begin_their_sums_in_one_order(name: str, num_microbatches: int):
     """Two rows begin what they share in one order, each after its last backward of it: so nobody waits in a circle."""

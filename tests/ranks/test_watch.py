@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.failure.roll import Patience
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from tests.harness import Outcome, free_port, rank_outcomes, run_ranks
 

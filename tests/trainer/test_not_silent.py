@@ -232,7 +232,7 @@ def test_every_validation_batch_draws_numbers_of_its_own():
         ("check_loss", "no", "check_loss is True or False"),
         ("schedule", 5, "schedule is a name"),
         ("timeout", 30, "use datetime.timedelta"),
-        ("patience", 10, "use lightning_parallel.failure.roll.Patience"),
+        ("patience", 10, "use lightning_parallel.failure.patience.Patience"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(argument, value, words):

@@ -90,6 +90,8 @@ def test_every_logger_gets_bubbles_beside_their_promises(tmp_path):
     assert row["parallel/bubble_idle"] == pytest.approx(row["parallel/bubble_idle_expected"], rel=1e-5)
     assert row["parallel/bubble_span"] == pytest.approx(row["parallel/bubble_span_expected"], rel=1e-5)
     assert row["parallel/bubble_idle"] > 3 / 11
+    assert row["parallel/step_seconds"] == pytest.approx(simulate(SCHEDULE, COSTS).makespan, rel=1e-5)
+    assert row["parallel/step_seconds_expected"] == pytest.approx(row["parallel/step_seconds"], rel=1e-5)
     assert row["parallel/busy_seconds/rank_0"] == pytest.approx(8 * 0.030, rel=1e-5)
     assert row["parallel/waiting_seconds/rank_3"] > row["parallel/waiting_seconds/rank_0"] > 0
     assert row["parallel/transfer_seconds/rank_1"] > 0
@@ -112,10 +114,12 @@ def test_the_summary_is_of_the_last_fit(tmp_path):
     assert monitor.summary() == "bubble: no step was measured"
     fit(tmp_path, [monitor], steps=9)
     fit(tmp_path, [monitor], steps=4)
-    idle = simulate(SCHEDULE, COSTS).idle
+    idle, step = simulate(SCHEDULE, COSTS).idle, simulate(SCHEDULE, COSTS).makespan
+    assert monitor.step_ratio() == pytest.approx(1.0)
     assert monitor.summary() == (
         f"bubble measured {idle:.4f} beside formula (D-1)/(M+D-1) = 0.2727, the schedule with the measured action "
-        f"times {idle:.4f} (1f1b, 4 stages, 8 micro-batches; idle share, median of 4 steps)"
+        f"times {idle:.4f} (1f1b, 4 stages, 8 micro-batches; idle share, median of 4 steps); step {step:.4g} s beside "
+        f"{step:.4g} s simulated with these times, median ratio 1.0000"
     )
 
 

@@ -27,7 +27,7 @@ from tests.trainer.pipelines import (
 from tests.trainer.test_metrics import FEW_ROWS, Collections, InHooks, Macro, Measured
 from tests.trainer.test_parity import KEY_BIAS, gpt
 
-NAMES = ("gems", "chimera", "dualpipe")
+NAMES = ("gems", "chimera", "chimera:doubling=true", "dualpipe")
 BOTH = ("chimera", "dualpipe")
 
 
@@ -65,7 +65,7 @@ def compare_all(pairs: Sequence[tuple[Case, Sequence[str]]], num_ranks: int, **o
     ("num_ranks", "names"),
     [
         (2, NAMES),
-        (4, ("dualpipe", "chimera:pairs=2")),
+        (4, ("dualpipe", "chimera:pairs=2", "chimera:doubling=true")),
         pytest.param(4, ("gems", "chimera"), marks=pytest.mark.slow),
     ],
 )

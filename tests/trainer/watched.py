@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel.failure.roll import Patience
+from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.launchers import make_launcher
@@ -105,6 +106,7 @@ class Fails(LightningModule):
     def maybe(self, where: str) -> None:
         if where != self.where or self.trainer.global_rank != self.rank:
             return
+        say_when()
         if self.how == "raise":
             raise KeyError(f"the user's own {where}")
         if self.how == "interrupt":
@@ -131,6 +133,11 @@ class Fails(LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Rows(self.bad_row), batch_size=2, num_workers=0)
+
+
+def say_when() -> None:
+    """Write down the moment of a failure, from which on the end of everything is timed."""
+    os.write(1, f"failing at {time.monotonic()}\n".encode())
 
 
 class FailsAtEnd(Callback):
@@ -164,6 +171,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
     if options.where == "import" and os.environ.get("LOCAL_RANK", "0") == str(options.rank):
+        say_when()
         import a_module_that_is_not_installed  # noqa: F401
     if options.where == "early" and os.environ.get("LOCAL_RANK", "0") == str(options.rank):
         raise SystemExit(0)

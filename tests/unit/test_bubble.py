@@ -95,7 +95,10 @@ def test_a_reading_has_the_log_keys():
     seconds = [f"parallel/{kind}_seconds/rank_{rank}" for rank in (1, 0) for kind in ("busy", "waiting", "transfer")]
     bubbles = [f"parallel/bubble_{kind}{of}" for kind in ("idle", "span") for of in ("", "_expected", "_formula")]
     shares = [f"parallel/stage_share{of}/stage_{stage}" for of in ("", "_planned") for stage in (0, 1)]
-    assert sorted(metrics) == sorted(bubbles + seconds + shares)
+    steps = ["parallel/step_seconds", "parallel/step_seconds_expected"]
+    assert sorted(metrics) == sorted(bubbles + seconds + shares + steps)
+    assert metrics["parallel/step_seconds"] == pytest.approx(15.0)  # (M + D - 1)(T_F + T_B)
+    assert metrics["parallel/step_seconds_expected"] == pytest.approx(15.0)
     assert metrics["parallel/stage_share/stage_1"] == pytest.approx(1 / 2)
     assert metrics["parallel/stage_share_planned/stage_1"] == 0.6
     assert metrics["parallel/bubble_idle"] == pytest.approx(1 / 5)
@@ -118,4 +121,26 @@ def test_a_summary_reads_the_medians():
     assert history.summary() == (
         "bubble measured 0.2000 beside formula (D-1)/(M+D-1) = 0.2000, the schedule with the measured action "
         "times 0.2000 (gpipe, 2 stages, 4 micro-batches; idle share, median of 3 steps)"
+        "; step 15 s beside 15 s simulated with these times, median ratio 1.0000"
     )
+
+
+def test_a_step_is_timed_beside_the_simulator():
+    """By hand: first action at 10, last end at 17; F 1, B 2, hops 0.5: 1 + .5 + 1 + 2 + .5 + 2 simulated."""
+    reading = BubbleReading.of(TRACE)
+    assert (reading.seconds, reading.seconds_expected) == (7.0, 7.0)
+    assert BubbleHistory().step_ratio() is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "chimera:doubling=true"])
+def test_what_the_engine_adds_to_a_step_shows(name):
+    """Half a second lost before each action is in the measured step and not in the simulated one."""
+    schedule, history = make(name, 4, 8), BubbleHistory()
+    plain, slowed = (simulate(schedule, Costs(c, c, c, backward=2 * c - o)).makespan for c, o in ((1.0, 0), (1.5, 0.5)))
+    history.add(replay(schedule, overhead=0.0))
+    assert history.readings[0].seconds == pytest.approx(history.readings[0].seconds_expected)
+    history = BubbleHistory()
+    reading = history.add(replay(schedule, overhead=0.5))
+    assert reading.seconds == pytest.approx(slowed - 0.5)  # the first action begins when its half second is over
+    assert reading.seconds_expected == pytest.approx(plain, rel=0.02)  # hops are taken to be what waits show
+    assert history.step_ratio() == pytest.approx((slowed - 0.5) / plain, rel=0.02)

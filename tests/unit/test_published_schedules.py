@@ -1,6 +1,7 @@
 """Tables of the papers on schedules with several stages a rank, two directions or split backwards."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ NAMES = [
     "interleaved_zb:v=3",
     "dapple:policy=2",
     "terapipe:slices=2",
+    "chimera:doubling=true",
 ]
 
 
@@ -72,7 +74,9 @@ def test_formulas_are_what_is_simulated(name):
     compared = 0
     for d in range(1, 9):
         for m in (1, 2, 3, 4, 5, 7, 8, 12, 16, 20):
-            if (d % 2 and name in ("chimera", "dualpipe")) or bubble_formula(name, d, m) is None:
+            if (d % 2 and name.startswith(("chimera", "dualpipe")) and name != "dualpipe_v") or bubble_formula(
+                name, d, m
+            ) is None:
                 continue
             timeline = simulate(make(name, d, m))
             assert timeline.idle == pytest.approx(bubble_formula(name, d, m), abs=1e-12)
@@ -120,6 +124,36 @@ def test_chimera_of_several_pairs(d, pairs):
     for n in (d, 3 * d):
         timeline = simulate(make("chimera", d, n, pairs=pairs), Costs(1, 0.5, 0.5))
         assert timeline.idle == pytest.approx((d / pairs - 2) / (2 * n + d / pairs - 2))
+
+
+@pytest.mark.parametrize("d", [2, 4, 6, 8, 12])
+def test_chimera_with_forward_doubling(d):
+    """At T_B = 2 T_F table 2's bubble, which is for T_B = T_F, at any number of units; twice the activations."""
+    ratio = cell(table("chimera_table2.csv"), "Chimera", "bubble_ratio")
+    for n in (2 * d, 4 * d, 10 * d):
+        schedule = make("chimera", d, n, doubling=True)
+        timeline = simulate(schedule)
+        assert timeline.idle == pytest.approx(ratio(D=d, N=n))
+        assert max(timeline.peak) == 2 * d
+        # Two forwards as one hand on their results later: as a single unit without doubling, (D-2)/(3N/2+D-2).
+        as_one = simulate(schedule, Costs(pair=2.0))
+        assert as_one.idle == pytest.approx((d - 2) / (1.5 * n + d - 2))
+        # "removes the intermediate bubbles": every rank works without a gap between its first and last action but
+        # in the ramps, while direct concatenation at T_B = 2 T_F waits in every unit.
+        if d > 2:
+            assert timeline.idle < as_one.idle < simulate(make("chimera", d, n)).idle
+
+
+def test_a_doubled_forward_has_nothing_in_between():
+    """Two forwards, one stage, one replica, neighbours: what one call on both micro-batches would do."""
+    for d in (2, 4, 6):
+        schedule = make("chimera:doubling=true", d, 4 * d)
+        for row in schedule.actions:
+            forwards = [(at, action) for at, action in enumerate(row) if action.kind == "F"]
+            for (at, first), (behind, second) in zip(forwards[::2], forwards[1::2], strict=True):
+                assert behind == at + 1
+                assert first in schedule.paired
+                assert second == replace(first, microbatch=first.microbatch + 1)
 
 
 @pytest.mark.parametrize(("d", "idle"), [(4, 0.6735), (8, 0.8280)])

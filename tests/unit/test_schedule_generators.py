@@ -21,6 +21,7 @@ WITH_OPTIONS = [
     "interleaved_zb:v=1",
     "interleaved_zb:v=3",
     "looped_bfs:v=3",
+    "chimera:doubling=true",
 ]
 ALL = [*SCHEDULES, *WITH_OPTIONS]
 
@@ -57,6 +58,7 @@ RECEIVES = {
     "zb_h2": 2,
     "interleaved_zb": 7,
     "zb_v": 9,
+    "chimera:doubling=true": 2,
     "dualpipe": 2,
     "dualpipe_v": 7,
 }
@@ -111,6 +113,7 @@ def test_fewer_rows_leave_the_order_of_the_others():
         fewer = schedule.first(11)
         fewer.check(receive_ahead=max(map(len, fewer.actions)))
         assert all(first.microbatch < 11 for first in fewer.paired)
+    assert all(f.microbatch < 10 for f in make("chimera:doubling=true", 4, 12).first(11).paired)  # 10 lost its partner
 
 
 def test_names_are_read_in_any_case():
@@ -143,6 +146,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ("interleaved_1f1b:group=3", 4, 12, r"got group=3 for 12 micro-batches on 4 ranks, which leaves 0\. Groups"),
         ("chimera", 3, 8, r"Schedule 'chimera' got 3 ranks\. Use an even number of ranks\."),
         ("chimera:pairs=3", 4, 8, r"Schedule 'chimera:pairs=3' got pairs=3 on 4 ranks\. Use a divisor of 2\."),
+        ("chimera:pairs=2,doubling=true", 4, 8, r"got pairs=2 with doubling\. Their slots meet: use pairs=1\."),
         ("zb_auto:limit=0.5", 4, 8, r"got limit=0\.5\. A rank holds at least 1 micro-batch\."),
         ("zb_1p:weight_share=2", 4, 8, r"got weight_share=2\. It is above 0 and at most 1\."),
         ("dapple:policy=3", 4, 8, r"got policy=3\. Use 1 or 2\."),

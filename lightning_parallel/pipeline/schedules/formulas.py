@@ -114,11 +114,11 @@ TABLE: dict[str, Formula] = {
         span="none",
     ),
     "chimera": Formula(
-        "(D/f-2)/(3M/2+D/f-2)",
-        lambda n: (n["D"] / n["pairs"] - 2, 1.5 * n["M"]),
-        lambda r, n: n["D"] / 2 / n["pairs"] + 1 + min(r, n["D"] - 1 - r),
-        holds=lambda n: n["M"] == n["D"] and n["pairs"] == 1,
-        condition="M = D, one pair",
+        "(D/f-2)/(kM+D/f-2), k=3/2, doubled 2",
+        lambda n: (n["D"] / n["pairs"] - 2, (2 if n["doubling"] else 1.5) * n["M"]),
+        lambda r, n: n["D"] / 2 * (3 if n["doubling"] else 1) + 1 + min(r, n["D"] - 1 - r),
+        holds=lambda n: n["pairs"] == 1 and (n["M"] % (2 * n["D"]) == 0 if n["doubling"] else n["M"] == n["D"]),
+        condition="M = D, one pair; doubled: 2D divides M",
     ),
     "dualpipe": Formula(
         "(D/2-1)/(3M+D/2-1)",

@@ -1,0 +1,161 @@
+"""The processes of a launch: waited for and ended, whatever becomes of them; the first failure is raised, no echo.
+
+The one idea: each has a connection of its own to this process, and its end without an answer is an answer too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch.multiprocessing as mp
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_parallel.errors import Failure, StageError, add_note
+from lightning_parallel.failure.aborts import is_communication_error
+from lightning_parallel.failure.party import lost
+from lightning_parallel.trainer.failures import exit_hint
+
+_LOOK_S = 0.2
+_TERMINATE_S = 1.5
+_SIGTERM_S = 25.0
+
+
+class RankProcesses:
+    """The ranks' processes and what they answered.
+
+    Args:
+        start_method: "fork" or "spawn".
+        count: how many.
+        main: what each runs: called with its rank, the job, and the connection on which it sends
+            ``pickle.dumps((True, answer))`` or ``pickle.dumps((False, failure.to_bytes()))``.
+        job: further arguments.
+    """
+
+    def __init__(self, start_method: str, count: int, main: Callable[..., None], job: tuple) -> None:
+        context: Any = mp.get_context(start_method)
+        self.processes: list[Any] = []
+        self._pipes: dict[Connection, int] = {}
+        self._answers: dict[int, Any] = {}
+        self._errors: list[BaseException] = []  # in the order in which they came
+        self._deadline, self._terminated = float("inf"), False
+        self._given_up: set[int] = set()
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=main, args=(rank, *job, theirs), daemon=False)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self._pipes[ours] = rank
+        except BaseException:
+            self.end()
+            raise
+
+    def wait(self, patience_s: float) -> Any:
+        """What rank 0 answered, once all ranks have; or the exception of the run."""
+        open_pipes = dict(self._pipes)
+        while open_pipes and time.monotonic() < self._deadline:
+            for pipe in wait(list(open_pipes), timeout=_LOOK_S):
+                assert isinstance(pipe, Connection)
+                if not self._read(pipe, open_pipes.pop(pipe)):
+                    self._deadline = min(self._deadline, time.monotonic() + patience_s)
+        if self._terminated:
+            raise SIGTERMException
+        if len(self._answers) < len(self.processes):
+            self._raise()
+        return self._answers[0]
+
+    def _read(self, pipe: Connection, rank: int) -> bool:
+        """Whether the rank answered; otherwise why not."""
+        try:
+            returned, value = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            self.processes[rank].join(_TERMINATE_S)
+            return False
+        if returned:
+            self._answers[rank] = value
+        else:
+            self._errors.append(_with_traceback(Failure.from_bytes(value)))
+            self._give_up(getattr(self._errors[-1], "lost_rank", None))
+        return returned
+
+    def _give_up(self, lost_rank: int | None) -> None:
+        """A rank that the others have lost is not waited for."""
+        if lost_rank is not None and self.processes[lost_rank].is_alive():
+            self._given_up.add(lost_rank)
+            self.processes[lost_rank].kill()
+
+    def _raise(self) -> NoReturn:
+        """The exception that the run ends with: the first that is not the echo of another."""
+        codes = {rank: child.exitcode for rank, child in enumerate(self.processes) if rank not in self._given_up}
+        dead = {rank: hint for rank, code in codes.items() if (hint := _killed(code))}
+        errors = sorted(self._errors, key=is_communication_error)
+        error = errors[0] if errors else None
+        if isinstance(error, StageError) and (lost_rank := error.lost_rank) in dead:
+            self._raise_lost(lost_rank, error.stage, dead[lost_rank])
+        if dead and (error is None or is_communication_error(error)):
+            rank = min(dead)
+            self._raise_lost(rank, None, dead[rank])
+        if error is None:
+            rank, code = next((rank, code) for rank, code in codes.items() if rank not in self._answers)
+            self._raise_lost(rank, None, exit_hint(code) or "it did not end by itself")
+        raise error
+
+    def _raise_lost(self, rank: int, stage: int | None, hint: str) -> NoReturn:
+        others = [other for other in range(len(self.processes)) if other != rank]
+        raise lost(rank, stage, f"its process ended ({hint})").to_error(others)
+
+    @contextmanager
+    def forwarded_sigterm(self) -> Iterator[None]:
+        """SIGTERM to this process ends the ranks, which may still write a checkpoint."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self._terminate())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _terminate(self) -> None:
+        self._terminated = True
+        self._deadline = time.monotonic() + _SIGTERM_S
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: int) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for signum in (0, signal.SIGTERM, signal.SIGKILL):  # 0: those that have answered are about to end
+            self._signal(signum)
+            deadline = time.monotonic() + _TERMINATE_S
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _with_traceback(failure: Failure) -> BaseException:
+    """The exception as it came, with the traceback that it had in its own process."""
+    error = failure.error
+    assert error is not None
+    origin = error.__cause__ or error
+    if not getattr(origin, "__notes__", None):  # a StageError of another rank than this one has it already
+        add_note(origin, f"on rank {failure.rank}:\n{failure.traceback_text.rstrip()}")
+    return error
+
+
+def _killed(code: int | None) -> str | None:
+    return exit_hint(code) if code is not None and code < 0 else None
