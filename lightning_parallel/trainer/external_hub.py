@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from lightning_parallel.failure.roll import lost
+from lightning_parallel.failure.party import lost
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.roll import lost
+from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Hosting, host
 from lightning_parallel.server.transport.session import LeaseLostError
 

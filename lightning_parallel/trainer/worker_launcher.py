@@ -7,30 +7,18 @@ is raised here; a worker that is killed is left behind. Left out: several hosts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch.multiprocessing as mp
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import Failure, StageError
-from lightning_parallel.failure.roll import lost
+from lightning_parallel.failure.party import lost
 from lightning_parallel.trainer.failures import exit_hint
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
-from lightning_parallel.trainer.process_launcher import (
-    _LOOK_S,
-    _TERMINATE_S,
-    ProcessLauncher,
-    _Children,
-    _rank_main,
-    _with_traceback,
-)
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_parallel.trainer.process_launcher import ProcessLauncher, _rank_main
+from lightning_parallel.trainer.rank_processes import _LOOK_S, _TERMINATE_S, RankProcesses, _with_traceback
 
 
 class WorkerLauncher(ProcessLauncher):
@@ -42,41 +30,17 @@ class WorkerLauncher(ProcessLauncher):
         patience_s: how long the other workers may take to end by themselves after a failure.
     """
 
-    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Call the function in every worker and return what rank 0 returned."""
-        self._check(trainer)
-        with self._port():
-            states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-            job = (self, trainer, function, args, kwargs, states)
-            workers = _Workers(self._start_method, self._strategy.num_processes, job)
-        self.procs = workers.processes
-        try:
-            with workers.forwarded_sigterm():
-                output = workers.wait(self._patience_s)
-        finally:
-            workers.end()
-        return output if trainer is None else self._take_back(output, trainer)
+    def _start(self, job: tuple) -> RankProcesses:
+        return _Workers(self._start_method, self._strategy.num_processes, _worker_main, job)
 
 
-class _Workers(_Children):
+class _Workers(RankProcesses):
     """The workers' processes, and the hub that they meet at."""
 
-    def __init__(self, start_method: str, count: int, job: tuple) -> None:
-        context: Any = mp.get_context(start_method)
-        self.processes: list[Any] = []
-        self._pipes: dict[Connection, int] = {}
-        self._deadline, self._terminated = float("inf"), False
-        try:
-            for rank in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_worker_main, args=(rank, *job, theirs), daemon=False)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self._pipes[ours] = rank
-        except BaseException:
-            self.end()
-            raise
+    duplex = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.hub = Hub(self._pipes, self._hint)
 
     def wait(self, patience_s: float) -> Any:
