@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import pickle
 import secrets
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.history import Range
@@ -161,6 +163,7 @@ class Notes:
 
 def _serve(job: Job, address: str, ranges: Sequence[Range], line: Connection) -> None:
     """What a server's process runs."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     torch.set_num_threads(1)
     keep_freed_memory()
     notes = Notes()

@@ -14,7 +14,6 @@ import tempfile
 import time
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -23,11 +22,12 @@ from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 
 _LOOK_S, _PATIENCE_S = 0.2, 8.0
+_open: set[Connection] = set()
 _runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
 
 
 class ExternalHub:
-    """A line to the hub of a run, and on rank 0 the hub's process.
+    """A line to the hub of a run, which rank 0 starts.
 
     Args:
         rank: of this worker.
@@ -42,23 +42,22 @@ class ExternalHub:
     def __init__(self, rank: int, world_size: int, port: int, timeout: float = 120.0) -> None:
         _runs[port] = _runs.get(port, 0) + 1
         path = _folder() / f"{port}-{_runs[port]}"
-        self._process = _start(path, world_size, timeout) if rank == 0 else None
+        if rank == 0:
+            _start(path, world_size, timeout)
         self.line = Line(_connect(path, rank, timeout), rank, reports=True)
-        self._end = Finalize(self, _close, (self.line, self._process), exitpriority=1)  # before children are joined
+        _open.add(self.line.connection)
+        self._end = Finalize(self, _close, (self.line,), exitpriority=1)
 
     def close(self) -> None:
         """End the line; the hub ends when all have."""
         self._end()
 
 
-def _close(line: Line, process: BaseProcess | None) -> None:
+def _close(line: Line) -> None:
     with suppress(Exception):
         line.goodbye()
+    _open.discard(line.connection)
     line.connection.close()
-    if process is not None:
-        process.join(_PATIENCE_S)
-        process.kill()
-        process.join()
 
 
 def _folder() -> Path:
@@ -69,11 +68,23 @@ def _folder() -> Path:
     return folder
 
 
-def _start(path: Path, world_size: int, timeout: float) -> BaseProcess:
+def _start(path: Path, world_size: int, timeout: float) -> None:
+    """Fork the hub as a child of nobody, since no rank shall wait for it: it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(path, world_size, timeout), daemon=False)
+    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, world_size, timeout))
     process.start()
-    return process
+    process.join()
+
+
+def _detach(path: Path, world_size: int, timeout: float) -> None:
+    if os.fork() == 0:
+        for connection in _open:  # of this rank's earlier runs, whose ends would not be seen
+            connection.close()
+        try:
+            _serve(path, world_size, timeout)
+        finally:
+            path.unlink(missing_ok=True)
+            os._exit(0)
 
 
 def _connect(path: Path, rank: int, timeout: float) -> Connection:

@@ -114,13 +114,14 @@ class ServerWorker:
         value, gradient = self._gradient_of(run) if self.rates is not None else self._change_of(run)
         self._steps += 1
         fetches = self._steps % self.pace.n_fetch == 0
-        self._strayed = True
+        keeps = gradient is None and self.is_overwritten  # averaged weights, in a step without a backward
+        self._strayed |= gradient is not None
         if gradient is not None:
             if not fetches and self.rates is not None:
                 self._step_here(gradient)
             self._accrued = gradient if self._accrued is None else self._accrued.add_(gradient)
         self._push(self._steps % self.pace.n_push == 0)
-        if fetches:
+        if fetches and not keeps:
             self.pull()
         return value
 
