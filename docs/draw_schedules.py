@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.choice import choose, costs_of_stages
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
-from lightning_parallel.pipeline.schedules.formulas import TABLE, bubble_formula
+from lightning_parallel.pipeline.schedules.formulas import bubble_formula, find_formula
 from lightning_parallel.pipeline.simulator import Timeline, simulate
 from lightning_parallel.pipeline.splits import merge_useless_splits
 
@@ -63,7 +63,7 @@ def row(name: str) -> str:
     """A line of the table."""
     shown, schedule = timeline(name), timeline(name).schedule
     short = spec.parse(schedule.name)[0]
-    formula = TABLE.get(short)
+    formula = find_formula(schedule.name)
     text = "none" if formula is None else f"{formula.text}" + (f", {formula.condition}" if formula.condition else "")
     cells = (
         f"[`{schedule.name}`](#{short})",
@@ -113,20 +113,24 @@ def _options(name: str) -> str:
 
 
 def _beside(name: str) -> str:
-    formula = TABLE.get(name)
+    texts = [_formula_beside(shown) for shown in (name, ALSO.get(name)) if shown]
+    return " ".join(texts)
+
+
+def _formula_beside(name: str) -> str:
+    shown = SHOWN.get(name, name)
+    formula = find_formula(shown)
     if formula is None:
         cells = "; ".join(f"M = {m}: {timeline(name, m).idle:.4f}" for m in (8, 16, 32))
         return f"No closed form for the bubble; simulated idle share at D = 4: {cells}."
-    cells = [_cell(shown, m) for shown in (name, ALSO.get(name)) if shown for m in (4, 8, 16)]
+    cells = []
+    for m in (4, 8, 16):
+        promised = bubble_formula(shown, RANKS, m)
+        beside = "none" if promised is None else f"{promised:.4f}"
+        cells.append(f"M = {m}: {beside} / {timeline(name, m).idle:.4f}")
     when = f" for {formula.condition}" if formula.condition else ""
-    return f"Idle share {formula.text}{when}; formula / simulated at D = 4: {'; '.join(cells)}."
-
-
-def _cell(name: str, microbatches: int) -> str:
-    promised = bubble_formula(SHOWN.get(name, name), RANKS, microbatches)
-    beside = "none" if promised is None else f"{promised:.4f}"
-    doubled = "doubled, " if name == ALSO["chimera"] else ""
-    return f"{doubled}M = {microbatches}: {beside} / {timeline(name, microbatches).idle:.4f}"
+    which = f"`{shown}`: idle" if name in ALSO.values() else "Idle"
+    return f"{which} share {formula.text}{when}; formula / simulated at D = 4: {'; '.join(cells)}."
 
 
 def page() -> str:

@@ -41,6 +41,8 @@ class Peer:
     line: Line
     status: Status
     heard: float
+    told: float = 0.0  # when its status came
+    done: bool = False  # came to the end of its run
     finished: bool = False  # said goodbye
     gone_since: float | None = None  # its connection ended without a goodbye
     unconfirmed: int = 0  # failures and goodbyes it has not confirmed
@@ -64,8 +66,10 @@ class Party:
     world_size: int
     peers: dict[int, Peer] = field(default_factory=dict)
     failure: Failure | None = None
+    done: bool = False
     finished: bool = False
     looked: float = field(default_factory=time.monotonic)
+    last_left: float = 0.0  # when a rank last said goodbye
 
     def poll(self, timeout_s: float, wake: socket.socket) -> None:
         """Wait for messages, at most so long, and take them."""
@@ -88,9 +92,13 @@ class Party:
 
     def leave(self) -> None:
         """Say goodbye to whoever is still there."""
-        self.finished = True
+        self.finished, self.last_left = True, time.monotonic()
         for peer in self.peers.values():
             peer.tell("bye")
+
+    def part(self) -> bool:
+        """This rank has come to the end of its run: whether all have."""
+        raise NotImplementedError
 
     def settled(self) -> bool:
         """Whether everything said has arrived."""
@@ -117,13 +125,16 @@ class Party:
         for kind, body in peer.line.receive():
             peer.heard, peer.cpu = self.looked, None
             if kind == "beat":
-                peer.status = body
+                peer.status, peer.told = body, self.looked
             elif kind == "confirmed":
                 peer.unconfirmed -= 1
+            elif kind == "done":
+                peer.done = True
             else:
-                peer.finished |= kind == "bye"
                 peer.tell("confirmed")
-                if kind == "failure":
+                if kind == "bye":
+                    peer.finished, self.last_left = True, self.looked
+                else:
                     self.learn(Failure.from_bytes(body), body)
         if peer.line.closed and not peer.finished and peer.gone_since is None:
             peer.gone_since = self.looked

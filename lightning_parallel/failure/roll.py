@@ -53,11 +53,24 @@ class Hub(Party):
         """A failure of this rank itself."""
         self.learn(Failure.from_bytes(blob), blob)
 
+    def part(self) -> bool:
+        if not self.done and len(self.peers) == self.world_size - 1 and all(p.done for p in self.peers.values()):
+            self.done = True
+            for peer in self.peers.values():
+                peer.tell("done")
+        return self.done
+
     def settled(self) -> bool:
         return len(self.peers) == self.world_size - 1 and super().settled()
 
     def stuck(self) -> Failure | None:
-        """Whether every rank that has not finished waits, and has for long."""
+        """Whether every rank that has not finished waits, and has for long.
+
+        What ranks said before another one finished does not count: it may have been what they waited for.
+        """
+        since = self.last_left + self.patience.beat_s
+        if any(not peer.finished and peer.told <= since for peer in self.peers.values()):
+            return None
         everyone = [(self.own, self.finished)] + [(peer.status, peer.finished) for peer in self.peers.values()]
         running = [status for status, finished in everyone if not finished]
         shortest = min((status.blocked_for for status in running), default=0.0)
@@ -138,6 +151,12 @@ class Spoke(Party):
     def report(self, blob: bytes) -> None:
         """Tell rank 0, which answers with the run's first failure: this one, or another."""
         self.peers[0].line.send(("failure", blob))
+
+    def part(self) -> bool:
+        if not self.done:
+            self.done = True
+            self.peers[0].tell("done")
+        return self.peers[0].done
 
     def alone(self) -> bool:
         return True

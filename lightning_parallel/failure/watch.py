@@ -79,6 +79,7 @@ class Watch:
         self._sockets: set[tuple[int, str]] = set()
         self._lock, self._known = threading.Lock(), threading.Event()
         self._outbox: list[bytes] = []
+        self._parting, self._parted = False, threading.Event()
         self._stopping, self._stopped = False, threading.Event()
         self._party: Party | None = None
         if world_size > 1:
@@ -160,6 +161,22 @@ class Watch:
         finally:
             self._sockets |= open_sockets() - before
 
+    def part(self) -> None:
+        """Wait until every rank has come to the end of its run, so that none ends well where another one fails.
+
+        Raises:
+            StageError: the run has failed.
+        """
+        if self._party is None:
+            return
+        self._parting = True
+        self._nudge()
+        with self.blocked("the other ranks to come to the end of the run"):
+            self._parted.wait()
+        if self.failure is not None:
+            error = self._raisable(self.failure)
+            raise error from error.__cause__
+
     def stop(self) -> None:
         """End the watch. Ranks may stop at different times; one that has stopped is missed by nobody."""
         if not self._stopping:
@@ -180,6 +197,7 @@ class Watch:
             if not self._stopping:
                 traceback.print_exc()
         finally:
+            self._parted.set()
             self._stopped.set()
             self._close()
 
@@ -193,6 +211,8 @@ class Watch:
             self._judge(party, now)
         if party.failure is not None:
             self._take(party.failure)
+        if self._parting and party.part():
+            self._parted.set()
         if self._stopping:
             return self._leave(party, now)
         if self.failure is not None:
@@ -255,6 +275,7 @@ class Watch:
             if self.failure is None:
                 self.failure, self._failed_at = failure, time.monotonic()
                 self._known.set()
+                self._parted.set()
 
     def _raisable(self, failure: Failure) -> StageError:
         if self._own_error is not None and failure.rank == self.rank and failure.error is not None:

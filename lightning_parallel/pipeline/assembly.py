@@ -22,6 +22,7 @@ from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChanne
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.early_sums import EarlySums
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
@@ -31,6 +32,7 @@ from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
 from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients
+from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_costs
@@ -135,6 +137,10 @@ class Pipeline:
         graphs = SharedGraphs(device) if cuda_graphs else None
         own = [parameter for _, parameter in self.own]
         self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
+        unseen = (graphs.adds_to,) if graphs is not None else ()
+        begins_early = self.data.size > 1 and self.num_replicas == 1
+        early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen) if begins_early else None
+        self.early = early
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
@@ -150,6 +156,7 @@ class Pipeline:
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
+        self.rounds = Rounds(self.cut, seats, self.all_gather, fail)
 
     @property
     def num_ranks(self) -> int:
@@ -372,6 +379,10 @@ class Pipeline:
             opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self._copies]
             groups[rows] = opened[self.copy]
         return groups
+
+    def _open_sum_group(self) -> Any:
+        """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
+        return [dist.new_group([ranks[row] for ranks in self._copies]) for row in range(len(self.ranks))][self.row]
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""

@@ -1,12 +1,14 @@
-"""BatchNorm under micro-batches: normalise each by its own statistics, update the running ones once a batch.
+"""BatchNorm under micro-batches: normalise each by its own statistics, update the running ones once a batch and call.
 
 The one idea (deferred batch normalisation): in a training step the micro-batches' sums are gathered beside the forward,
-and at its end the running statistics take one step with the mean and variance of the whole batch, as one process would.
+and at its end the running statistics take one step with the mean and variance of the whole batch, as one process would;
+where a micro-batch calls a module several times, one step for each call, in their order.
 Source: Kim et al., torchgpipe, arXiv 2004.09910, section 3.3 (deferred batch normalization).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +85,7 @@ class DeferredBatchNorm:
         if once or not tracking:
             yield
             return
-        sums = {m: _Sums() for m in tracking}
+        sums: dict[Any, list[_Sums]] = {m: [] for m in tracking}
         hooks = [m.register_forward_pre_hook(self._gather(sums[m])) for m in tracking]
         for module in tracking:
             module.track_running_stats = False
@@ -98,22 +100,38 @@ class DeferredBatchNorm:
             self._share(sums, self._add_up)
         with torch.no_grad():
             for module in tracking:
-                if sums[module].count:
-                    sums[module].update(module)
+                for of_call in sums[module]:
+                    if of_call.count:
+                        of_call.update(module)
 
-    def _share(self, sums: Mapping[Any, _Sums], add_up: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def _share(self, sums: Mapping[Any, list[_Sums]], add_up: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Replicas of a stage see a part of the micro-batches each: their sums are those of the batch."""
-        packed = {self._names[module]: of.packed(module.running_mean) for module, of in sums.items()}
+        called = {self._names[module]: torch.tensor([len(calls), len(calls) > 0]) for module, calls in sums.items()}
+        add_up(called)  # who saw no micro-batch does not know how often one calls a module
+        for module, calls in sums.items():
+            total, ranks = called[self._names[module]].tolist()
+            calls += [_Sums() for _ in range(total // max(1, ranks) - len(calls))]
+        packed = {
+            self._names[module]: torch.cat([of.packed(module.running_mean) for of in calls])
+            for module, calls in sums.items() if calls
+        }  # fmt: skip
         add_up(packed)
-        for module, of in sums.items():
-            of.unpack(packed[self._names[module]])
+        for module, calls in sums.items():
+            for of, whole in zip(calls, packed[self._names[module]].chunk(len(calls)) if calls else (), strict=True):
+                of.unpack(whole)
 
-    def _gather(self, sums: _Sums) -> Any:
+    def _gather(self, sums: list[_Sums]) -> Any:
         """A pre-hook that adds what a module sees, but not what it sees again (in or before a backward)."""
+        called: Counter[int] = Counter()  # by micro-batch
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            again = self._cut.active is not None and self._cut.active.again
-            if module.training and not again and torch._C._current_autograd_node() is None:
-                sums.add(args[0])
+            run = self._cut.active
+            if not module.training or (run is not None and run.again) or torch._C._current_autograd_node() is not None:
+                return
+            number = -1 if run is None else run.microbatch
+            if called[number] == len(sums):
+                sums.append(_Sums())
+            sums[called[number]].add(args[0])
+            called[number] += 1
 
         return hook

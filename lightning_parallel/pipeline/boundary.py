@@ -5,6 +5,8 @@ tensor among the arguments of the next stage's first block) with all of those te
 them it could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients
 come back for those that carry one. `dynamic_shapes=True` agrees anew every time.
 
+Where a step calls a stage more often than it is run (`rounds`), a boundary is given its contract and asks nothing.
+
 Where ranks hold several stages, an answer may depend on what the asking rank does next; there nobody waits for it
 before a forward, and all values travel for the length of the step in which a signature is new.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.pipeline.calls import ONCE, Going
 from lightning_parallel.pipeline.channel import AnyChannel, AnyReceipt
 from lightning_parallel.pipeline.phantom import Leaf, PhantomError
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
@@ -35,12 +38,16 @@ class Contract:
         units: what the units up to the boundary return.
         needed: places of those that the later stage lacks, None until it has answered.
         is_new: all values travel, whatever was answered.
+        going: how far the earlier stage runs.
+        is_void: the later stage cannot run yet, so nothing travels.
     """
 
     values: dict[Place, tuple[TensorMeta, bool]]
     units: UnitOutputs
     needed: tuple[Place, ...] | None = None
     is_new: bool = False
+    going: Going = ONCE
+    is_void: bool = False
 
     def travelling(self) -> tuple[Place, ...]:
         return tuple(self.values) if self.needed is None or self.is_new else self.needed
@@ -85,10 +92,25 @@ class Departure:
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
 
+    def agreed(self, signature: Hashable) -> Contract | None:
+        return self._contracts.get(signature)
+
     def results(self, signature: Hashable) -> list[Leaf]:
         """What of units' results a run of that signature has to send."""
         contract = self._contracts.get(signature)
         return [] if contract is None else contract.results()
+
+    def give(self, signature: Hashable, contract: Contract) -> None:
+        """What somebody else found out for a signature."""
+        self._contracts[signature] = contract
+
+    def send_void(self, signature: Hashable) -> Contract:
+        """Tell the next stage, once, that it will not get anything."""
+        contract = self._contracts.get(signature)
+        if contract is None:
+            contract = self._contracts[signature] = Contract({}, {}, needed=(), is_void=True)
+            self._send_header(contract)
+        return contract
 
     def send(self, run: StageRun, signature: Hashable) -> Contract:
         """Send what the next stage needs of a run that was cut there; returns what was agreed."""
@@ -127,6 +149,12 @@ class Departure:
         _grow_old(self._contracts)
         self.forward.settle()
 
+    def forget(self) -> None:
+        """Let go of all that was agreed."""
+        while self._unanswered:
+            self._hear_answer()
+        self._contracts.clear()
+
     def _hear_answer(self) -> None:
         asked = self._unanswered.popleft()
         asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
@@ -137,7 +165,7 @@ class Departure:
 
     def _send_header(self, contract: Contract) -> None:
         try:
-            self.forward.send_object((contract.values, contract.units))
+            self.forward.send_object((contract.values, contract.units, contract.is_void))
         except Exception as error:
             raise PhantomError(
                 f"What the modules of stage {self.stage} return cannot be described to stage {self.stage + 1}: {error}."
@@ -173,8 +201,8 @@ class Arrival:
         """Start receiving the values for a run; the first time, wait for the header."""
         contract = self._contracts.get(signature)
         if contract is None:
-            values, units = self.forward.receive_object(f"{what} (header)")
-            contract = Contract(values, units, is_new=not self.alone)
+            values, units, is_void = self.forward.receive_object(f"{what} (header)")
+            contract = Contract(values, units, () if is_void else None, is_new=not self.alone, is_void=is_void)
             if not self.dynamic_shapes:
                 self._contracts[signature] = contract
         return contract, self.forward.post(contract.metas(contract.travelling()), what)
@@ -187,9 +215,23 @@ class Arrival:
             contract.needed = (*run.needed, *(leaf for leaf in results if leaf not in run.by_position))
             self.backward.send_object(contract.needed)
 
+    def give(self, signature: Hashable, contract: Contract) -> None:
+        """What somebody else found out for a signature."""
+        self._contracts[signature] = contract
+
+    def answer_void(self, contract: Contract) -> None:
+        """This stage cannot run: nothing is needed, and no gradient will come back."""
+        if contract.needed is None:
+            contract.needed, contract.is_void = (), True
+            self.backward.send_object(contract.needed)
+
     def send_gradients(self, inbox: Inbox, contract: Contract) -> None:
         """Send back the gradients of what was received."""
         self.backward.send(inbox.take_gradients(contract), contract.metas(contract.with_gradient()))
+
+    def forget(self) -> None:
+        """Let go of all that was agreed."""
+        self._contracts.clear()
 
     def settle(self) -> None:
         """Before a step: let go of what was sent before the last one."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.intercept import Hook, intercept, let_go
@@ -43,15 +42,9 @@ class Cut:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs = recompute, graphs
         self.active: StageRun | None = None
-        self.without_parameters = {
-            unit.name for unit in layout.units if next(model.get_submodule(unit.name).parameters(), None) is None
-        }
-        self.normed = {
-            unit.name
-            for unit in layout.units
-            if any(isinstance(part, _BatchNorm) for part in model.get_submodule(unit.name).modules())
-        }
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
+        chain = [self._blocks[block] for block in sorted(self._blocks)]
+        self._pace = _pace(chain, {x for x in chain if next(model.get_submodule(x).parameters(), None) is not None})
         self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
         for encoder in self._nested:
             encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
@@ -85,6 +78,18 @@ class Cut:
         finally:
             self.active = before
 
+    def keeps_pace(self, name: str, called: Mapping[str, int]) -> bool:
+        """Whether a further call of a unit goes with a further pass through the chain (`called`: the calls so far).
+
+        One without parameters may also be a function that the step uses where it likes: an activation at several places
+        of the chain. It belongs to a pass if the last block with parameters before it (or else the next one) has been
+        called for that pass.
+        """
+        if name not in self._pace:
+            return True
+        leader, ahead = self._pace[name]
+        return called.get(leader, 0) >= called[name] + ahead
+
     def block_name(self, block: int) -> str:
         return self._blocks[block]
 
@@ -97,3 +102,14 @@ class Cut:
             encoder.enable_nested_tensor = True
         for module in self.model.modules():
             let_go(module)
+
+
+def _pace(chain: Sequence[str], with_parameters: Collection[str]) -> dict[str, tuple[str, int]]:
+    """For blocks without parameters: which block sets their pace, and how many calls it is ahead."""
+    pace: dict[str, tuple[str, int]] = {}
+    for place, name in enumerate(chain):
+        before = next((other for other in reversed(chain[:place]) if other in with_parameters), None)
+        after = next((other for other in chain[place:] if other in with_parameters), "")
+        if name not in with_parameters:
+            pace[name] = (after, 0) if before is None else (before, 1)
+    return pace

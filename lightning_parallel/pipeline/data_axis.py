@@ -1,8 +1,8 @@
 """What the copies of a stage do together along the data axis: equal values at the start, the mean of gradients.
 
 The one idea: a copy of the model is a pipeline of its own. The ranks that hold the same stage in different copies see
-different rows, so their gradients are averaged, once a step of the optimizer, as soon as the stage's own backwards are
-done: while the earlier stages still work, the later ones already talk.
+different rows, so their gradients are averaged, once a step of the optimizer. Their sums begin while a stage's last
+backward still runs (see `early_sums`); what could not is summed here, and all of it is waited for here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_parallel.pipeline.buckets import buckets, views
+from lightning_parallel.pipeline.buckets import BucketSum, buckets
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
+from lightning_parallel.pipeline.early_sums import EarlySums
 
 
 class DataAxis:
@@ -41,8 +42,12 @@ class DataAxis:
                 for tensor in tensors:
                     dist.broadcast(tensor, self.ranks[0], group=self.group)
 
-    def average(self, parameters: Sequence[Tensor]) -> None:
+    def average(self, parameters: Sequence[nn.Parameter], early: EarlySums | None = None) -> None:
         """Average `grad` over the copies, in place; where only some copies have one, the others count as zero.
+
+        Args:
+            parameters: this rank's, those that train.
+            early: sums of some of them that have begun.
 
         Raises:
             ValueError: a gradient is sparse; another copy has come to a pause.
@@ -50,20 +55,25 @@ class DataAxis:
         if self.size == 1:
             return
         with self.waiting("the other copies of the model, to average gradients"):
-            somewhere = self._agree([parameter.grad is not None for parameter in parameters], False)
-            for parameter, made in zip(parameters, somewhere, strict=True):
-                if made and parameter.grad is None:
+            made = [parameter.grad is not None for parameter in parameters]
+            *somewhere, stale = self._agree([*made, early is not None and early.stale], False)
+            for parameter, count in zip(parameters, somewhere, strict=True):
+                if count and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if any(gradient.is_sparse for gradient in gradients):
-                raise ValueError("A gradient is sparse, which the data axis does not average. Use sparse=False.")
-            sent = [(bucket, *self._start(bucket)) for bucket in buckets(gradients)]
-            for bucket, flat, work in sent:
-                work.wait()
-                for gradient, mean in zip(bucket, views(flat, bucket), strict=True):
-                    gradient.copy_(mean).div_(self.size)
+            sums = early.take(stale > 0) if early is not None else {}
+            sums |= self._sum([p for p in parameters if p.grad is not None and p not in sums])
+            for parameter, total in sums.items():
+                if parameter.grad is not None:
+                    torch.div(total, self.size, out=parameter.grad)
 
-    def pause(self, parameters: Sequence[Tensor]) -> None:
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise ValueError("A gradient is sparse, which the data axis does not average. Use sparse=False.")
+        sent = [BucketSum(bucket, self.group) for bucket in buckets(gradients)]
+        return dict(zip(parameters, (total for bucket in sent for total in bucket.wait()), strict=True))
+
+    def pause(self, parameters: Sequence[nn.Parameter]) -> None:
         """Where an epoch or an evaluation begins or training ends: all copies have to be there.
 
         Raises:
@@ -71,11 +81,11 @@ class DataAxis:
         """
         if self.size > 1:
             with self.waiting("the other copies of the model, at the end of an epoch"):
-                self._agree([False] * len(parameters), True)
+                self._agree([False] * (len(parameters) + 1), True)
 
-    def _agree(self, made: list[bool], pausing: bool) -> list[int]:
-        """On the host: how many copies have a gradient for each parameter, and that all or none of them pause."""
-        votes = torch.tensor([*made, pausing], dtype=torch.int32)
+    def _agree(self, said: list[bool], pausing: bool) -> list[int]:
+        """On the host: how many copies say yes to each question, and that all or none of them pause."""
+        votes = torch.tensor([*said, pausing], dtype=torch.int32)
         dist.all_reduce(votes, group=self.group)
         *counts, ended = votes.tolist()
         if 0 < ended < self.size:
@@ -85,7 +95,3 @@ class DataAxis:
                 " limit_train_batches=, or an iterable that gives every copy the same number of batches."
             )
         return counts
-
-    def _start(self, bucket: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        return flat, dist.all_reduce(flat, group=self.group, async_op=True)

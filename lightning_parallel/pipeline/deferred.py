@@ -44,9 +44,17 @@ class Deferred:
         if self._pack is not None:
             self._noted += map(self._pack, self._weights.tensors())
 
-    def run(self) -> None:
-        """W: those that waited. They are added within the product's own kernel where that can be."""
-        self._weights.run(fused=True)
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients lack something until W."""
+        return [*self._weights.parameters(), *(p for slot in self._slots for p in slot.block.parameters)]
+
+    def run(self, ready: Callable[[Any], None] | None = None) -> None:
+        """W: those that waited. They are added within the product's own kernel where that can be.
+
+        Args:
+            ready: called with each parameter once its products are in; graphs may still add to it.
+        """
+        self._weights.run(ready, fused=True)
         for slot in self._slots:
             slot.weights()
         self._noted = []

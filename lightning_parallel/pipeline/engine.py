@@ -112,7 +112,7 @@ class Engine:
                 self._results[action.microbatch] = result
         elif action.kind == "W":
             ready()
-            seat.weights(action)
+            seat.weights(action, work)
         else:
             seat.backward(action, work, ready)
         moments.append(self.clock.mark())

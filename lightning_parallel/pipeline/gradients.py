@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 
 from torch import Tensor, nn
 
@@ -26,19 +25,25 @@ class FreshGradients:
     ) -> None:
         self._parameters, self._is_lent = list(parameters), is_lent
         self._fresh: list[Tensor | None] = []
+        self._before: dict[nn.Parameter, Tensor | None] = {}
 
     @contextmanager
     def aside(self, keep: bool) -> Iterator[None]:
         """For a step: `p.grad` is empty at first inside, and afterwards what it was (if it is to be kept)."""
-        before = [self._kept(parameter) for parameter in self._parameters] if keep else None
+        self._before = {parameter: self._kept(parameter) for parameter in self._parameters} if keep else {}
         for parameter in self._parameters:
             parameter.grad = None
         try:
             yield
         finally:
             self._fresh = [parameter.grad for parameter in self._parameters]
-            for parameter, gradient in zip(self._parameters, before or repeat(None), strict=False):
-                parameter.grad = gradient
+            for parameter in self._parameters:
+                parameter.grad = self.before(parameter)
+            self._before = {}
+
+    def before(self, parameter: nn.Parameter) -> Tensor | None:
+        """Within a step: the gradient to which `backward` adds what the step makes."""
+        return self._before.get(parameter)
 
     def _kept(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad.clone() if parameter.grad is not None and self._is_lent(parameter) else parameter.grad

@@ -144,6 +144,10 @@ class SharedGraphs:
             self._accumulators[parameter] = torch.zeros_like(parameter, requires_grad=False)
         return self._accumulators[parameter]
 
+    def adds_to(self, parameter: nn.Parameter) -> bool:
+        """Whether a block's graph adds to the parameter's gradient, unseen by hooks."""
+        return parameter in self._accumulators
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter's gradient lies in memory that the next step writes to."""
         return parameter.grad is not None and parameter.grad is self._accumulators.get(parameter)

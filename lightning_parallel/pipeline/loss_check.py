@@ -8,24 +8,21 @@ silently wrong.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.snapshot import untouched
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta
 
-_INTERNAL = frozenset(vars(nn.Module()))
 Received = tuple[Mapping[Place, Tensor], UnitOutputs]  # values by position, and what the units before return
 
 
@@ -59,7 +56,8 @@ def check_loss(
         cut.streams.begin(0, key)
         return loss_of(run.forward(step)).detach().double()
 
-    with torch.no_grad(), _untouched(cut.model):
+    with torch.no_grad(), untouched(cut.model):
+        cut.model.eval()
         try:
             parts = [loss(step, inputs, 1) for step, inputs in zip(steps, received, strict=True)]
             if not torch.equal(parts[0], loss(steps[0], received[0], 2)):
@@ -108,35 +106,6 @@ def _join(received: Sequence[Received], sizes: Sequence[int]) -> Received:
         by_rows = tensor.dim() > 0 and all(t.shape[0] == size for t, size in zip(column, sizes, strict=True))
         values[position] = torch.cat(column) if by_rows else tensor
     return values, {name: tree_map(whole, output) for name, output in first[1].items()}
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; then modes, buffers and the model's own lists, dicts and numbers are as before."""
-    modes = {module: module.training for module in model.modules()}
-    held = {module: dict(module._buffers) for module in modes}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers() if not isinstance(buffer, Phantom)}
-    plain = [(m, {k: _shallow(v) for k, v in vars(m).items() if k not in _INTERNAL}) for m in modes]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for module, named in held.items():
-            module._buffers.update(named)
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
-        for module, attributes in plain:
-            module.__dict__.update(attributes)
-
-
-def _shallow(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: copy.copy(entry) if type(entry) in (list, dict, set) else entry for key, entry in value.items()}
-    return copy.copy(value) if type(value) in (list, set) else value
 
 
 def _could_not(reason: str) -> None:

@@ -121,6 +121,7 @@ class ParameterTable:
             stand_in: Any = like if foreign else ForeignParameter(like, device, entry.name, entry.stages)
             for name in entry.names:
                 module, leaf = _parent(model, name)
+                _replace_in_lists(module, module._parameters[leaf], stand_in)
                 module._parameters[leaf] = stand_in
         self._drop_foreign_buffers(device, model)
 
@@ -227,6 +228,13 @@ def _prefixes(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def _replace_in_lists(module: nn.Module, old: Any, new: Any) -> None:
+    """Where a module lists its own parameters in an attribute, as `nn.LSTM` does."""
+    for value in vars(module).values():
+        if type(value) is list:
+            value[:] = [new if entry is old else entry for entry in value]
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:

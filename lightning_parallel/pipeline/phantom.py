@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline import foreach
+from lightning_parallel.pipeline.callers import called_past_its_module
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 _GET_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -44,6 +45,10 @@ Leaf = tuple[str, int]  # a unit and the number of a tensor in what it returns
 
 class PhantomError(RuntimeError):
     """The user's step read or wrote something that lives on another stage."""
+
+
+class Unread(PhantomError):
+    """It asked for data where only shapes are known."""
 
 
 @dataclass
@@ -155,9 +160,9 @@ class Phantom(Tensor):
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
             if isinstance(x, (ForeignParameter, ForeignGradient)) and not allowed:
-                raise PhantomError(_unread(x, f"`{func.__name__}` uses it outside its module"))
+                raise Unread(_unread(x, f"`{func.__name__}` uses it outside its module"))
         if func.__name__ in _READS_DATA:
-            raise PhantomError(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
+            raise Unread(_unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
         recipe = Recipe.of(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = func(*args, **kwargs)
@@ -183,7 +188,7 @@ class Phantom(Tensor):
         try:
             result = _infer(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise PhantomError(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
+            raise Unread(_unread(first, f"`{func}` has no answer from shapes alone ({error})")) from error
         if written is not None:
             _refuse_reshape(func, written, result)
             for leaf in written.leaves or (written,):
@@ -332,9 +337,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         target = args[i] if i < len(args) else kwargs.get(argument.name)
         for real in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(real, Tensor) and not isinstance(real, Phantom):
-                raise PhantomError(
-                    _unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}")
-                )
+                raise Unread(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
         if isinstance(target, Phantom):
             return target
     return None
@@ -356,6 +359,12 @@ def _unread(x: Phantom, what: str) -> str:
             f"The module reads {x.origin}, which this stage does not hold: {what}. Clip with self.clip_gradients(...)"
             " or Trainer(gradient_clip_val=...), which count every stage; take norms over parameters whose grad this"
             " rank holds."
+        )
+    if isinstance(x, ForeignParameter) and (call := called_past_its_module(x)) is not None:
+        return (
+            f"The step calls {call}, and so uses {x.origin}, which this stage does not hold. Stages follow calls of"
+            " whole modules alone: call the module, and let its forward do what you need of it, or make that a module"
+            " of its own."
         )
     if isinstance(x, ForeignParameter) or x.origin.startswith("parameter `"):
         return (

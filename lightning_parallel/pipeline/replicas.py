@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.buckets import buckets, views
+from lightning_parallel.pipeline.buckets import BucketSum, buckets, views
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
@@ -38,8 +38,8 @@ class _Sum:
 
     share: Share
     given: list[tuple[Entry, Tensor | None, int]]  # and the version of the gradient
-    sent: list[tuple[list[Tensor], Tensor, Any]] = field(default_factory=list)
-    counts: Tensor | None = None
+    sent: list[BucketSum] = field(default_factory=list)
+    counts: BucketSum | None = None
 
 
 class GradientSums:
@@ -80,6 +80,13 @@ class GradientSums:
 
         return after
 
+    def cancel(self) -> None:
+        """The sums of a step that begins anew are of no use."""
+        for under_way in self._under_way:
+            for bucket in [*under_way.sent, *([under_way.counts] if under_way.counts is not None else [])]:
+                bucket.wait()
+        self._under_way.clear()
+
     def _start(self, share: Share) -> None:
         parameters = [(entry, self._table.model.get_parameter(entry.name)) for entry in share.entries]
         parameters = [(entry, parameter) for entry, parameter in parameters if parameter.requires_grad]
@@ -94,13 +101,10 @@ class GradientSums:
                 )
         here = [torch.zeros_like(p) if g is None else g for (_, p), (_, g, _) in zip(parameters, given, strict=True)]
         group, under_way = self._groups[tuple(sorted(share.rows))], _Sum(share, given)
-        for bucket in buckets([gradient.detach() for gradient in here]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            under_way.sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        under_way.sent = [BucketSum(bucket, group) for bucket in buckets([gradient.detach() for gradient in here])]
         if self._device.type == "cpu" or any(entry.bare for entry in share.entries):
             made = torch.tensor([float(gradient is not None) for _, gradient, _ in given], device=self._device)
-            under_way.sent.append(([], made, dist.all_reduce(made, group=group, async_op=True)))
-            under_way.counts = made
+            under_way.counts = BucketSum([made], group)
         self._under_way.append(under_way)
 
     def collect(self, gradients: dict[str, Tensor | None]) -> None:
@@ -113,12 +117,9 @@ class GradientSums:
         """
         for under_way in self._under_way:
             self._refuse_late(under_way, gradients)
-            totals: list[Tensor] = []
             with self._waiting("the ranks that hold the same stage, to add up gradients"):
-                for bucket, flat, work in under_way.sent:
-                    work.wait()
-                    totals += views(flat, bucket) if bucket else []
-            counts = [1.0] * len(totals) if under_way.counts is None else under_way.counts.tolist()
+                totals = [total for bucket in under_way.sent for total in bucket.wait()]
+                counts = [1.0] * len(totals) if under_way.counts is None else under_way.counts.wait()[0].tolist()
             for (entry, _, _), total, count in zip(under_way.given, totals, counts, strict=True):
                 gradients[entry.name] = total if count else None
         self._under_way.clear()

@@ -18,12 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
+from lightning_parallel.pipeline.calls import ONCE
 from lightning_parallel.pipeline.channel import AnyReceipt
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.phantom import Leaf
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import CalledAgain, Place, StageRun, UnitOutputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -31,7 +32,7 @@ from lightning_parallel.pipeline.work import StepWork
 class _Held:
     """A forward that waits for its backward."""
 
-    run: StageRun
+    run: StageRun | None  # None: it could not run
     inbox: Inbox | None = None
     arrival: Contract | None = None
     departure: Contract | None = None
@@ -41,6 +42,8 @@ class _Held:
 
     def roots(self) -> Sequence[Any]:
         """Where the backward begins."""
+        if self.run is None:
+            return []
         return [self.loss] if self.departure is None else [self.edges[p] for p in self.departure.with_gradient()]
 
 
@@ -96,6 +99,12 @@ class Seat:
             if boundary is not None:
                 boundary.settle()
 
+    def forget_agreements(self) -> None:
+        """Let go of all that was agreed with other stages; on all ranks at one moment."""
+        for boundary in (self.departure, self.arrival):
+            if boundary is not None:
+                boundary.forget()
+
     # -- receives ------------------------------------------------------------------------------------------------------
 
     def source_of(self, action: Action) -> Arrival | Departure | None:
@@ -144,19 +153,30 @@ class Seat:
         contract, inbox = self._receive(action, work)
         ready()
         signature = work.signatures[m]
+        ahead = self.departure.agreed(signature) if self.departure is not None else None
+        if any(of is not None and of.is_void for of in (contract, ahead)):
+            return self._go_without(m, _Held(None, inbox, contract), work)
         if self.cut.graphs is not None:
             self.cut.graphs.enter(signature)
-        learn = self.departure is not None and not self.departure.knows(signature)
+        learn = self.departure is not None and ahead is None
         key = self.cut.streams.begin(work.batch, m)
-        values, units = inbox.values if inbox else {}, contract.units if contract else {}
+        values, going = inbox.values if inbox else {}, ONCE if ahead is None else ahead.going
+        units = contract.units if contract is not None else ahead.units if ahead is not None else {}
         if self.keep_received:
             self.received[m] = ({position: value.detach().clone() for position, value in values.items()}, units)
         twice = self.cut.recomputes_stage(self.stage) and work.training and not learn
         if twice:  # the first run may write into what came in
             values = {position: value.detach().clone() for position, value in values.items()}
+        keep = self._to_keep(signature)
         with torch.no_grad() if twice else nullcontext():
-            run = StageRun(self.cut, self.stage, m, key, values, units, learn, keep=self._to_keep(signature))
-            result = run.forward(work.steps[m])
+            run = StageRun(self.cut, self.stage, m, key, values, units, learn, keep=keep, going=going)
+            try:
+                result = run.forward(work.steps[m])
+            except CalledAgain:
+                is_new = learn if contract is None else contract.needed is None
+                if not work.may_begin_anew or not is_new:
+                    raise
+                return self._go_without(m, _Held(None, inbox, contract), work)
         held = _Held(run, inbox, contract, again=twice)
         if self.departure is not None:
             held.departure = self.departure.send(run, signature)
@@ -165,6 +185,16 @@ class Seat:
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
 
+    def _go_without(self, microbatch: int, held: _Held, work: StepWork) -> None:
+        """The step calls other stages as it was not expected to: nothing is computed, what is waited for is sent."""
+        work.is_void = True
+        if self.arrival is not None and held.arrival is not None:
+            self.arrival.answer_void(held.arrival)
+        if self.departure is not None:
+            held.departure = self.departure.send_void(work.signatures[microbatch])
+        if work.training:
+            self._held[microbatch] = held
+
     def _keep(self, held: _Held, result: Any, work: StepWork) -> None:
         """Keep of a forward what its backward needs."""
         if not work.training:
@@ -172,10 +202,11 @@ class Seat:
         if held.departure is None:
             assert work.loss_of is not None
             held.loss = work.loss_of(result)
-        elif held.again:
+        elif held.again and held.run is not None:
             held.run.outputs = None
         else:
             self._keep_edges(held)
+        assert held.run is not None
         self._held[held.run.microbatch] = held
 
     def _to_keep(self, signature: Hashable) -> Sequence[Leaf] | None:
@@ -187,7 +218,8 @@ class Seat:
     def _keep_edges(self, held: _Held) -> None:
         """Keep where gradients enter, not the tensors: what was sent may be freed when it has left."""
         run, contract = held.run, held.departure
-        assert run.outputs is not None and contract is not None
+        assert run is not None and run.outputs is not None and contract is not None
+        run.refuse_written(contract.travelling())
         for position in contract.travelling():
             if contract.values[position][1]:
                 held.edges[position] = get_gradient_edge(run.outputs[position])
@@ -204,8 +236,8 @@ class Seat:
         if held.again:
             self._run_again(held, work)
             deferred = self._prepare(action, held)
-        if gradients:
-            with held.run.replay():
+        if gradients and held.run is not None:
+            with held.run.replay(), work.early.backward(action) if work.early is not None else nullcontext():
                 if deferred is None:
                     torch.autograd.backward(held.roots(), gradients)
                 else:
@@ -215,28 +247,32 @@ class Seat:
             self.arrival.send_gradients(held.inbox, held.arrival)
 
     def _prepare(self, action: Action, held: _Held) -> Deferred | None:
-        return Deferred(held.roots(), self.cut.graphs) if action.kind == "I" else None
+        return Deferred(held.roots(), self.cut.graphs) if action.kind == "I" and held.run is not None else None
 
-    def weights(self, action: Action) -> None:
+    def weights(self, action: Action, work: StepWork) -> None:
         """W: the products of weights that an I left waiting."""
         deferred = self._waiting.pop(action.microbatch, None)  # none where the I had nothing to do
         if deferred is not None:
-            deferred.run()
+            deferred.run(None if work.early is None else work.early.weights(action, deferred.parameters))
 
     def _run_again(self, held: _Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""
-        m = held.run.microbatch
+        assert held.run is not None
+        m, going = held.run.microbatch, held.run.going
         key = self.cut.streams.begin(work.batch, m)
-        values, units = held.inbox.values if held.inbox else {}, held.arrival.units if held.arrival else {}
+        values, units = held.inbox.values if held.inbox else {}, held.run.known
         keep = self._to_keep(work.signatures[m])
-        held.run = StageRun(self.cut, self.stage, m, key, values, units, learn=False, again=True, keep=keep)
-        held.run.forward(work.steps[m])
+        run = held.run = StageRun(
+            self.cut, self.stage, m, key, values, units, False, again=True, keep=keep, going=going
+        )
+        run.forward(work.steps[m])
         self._keep_edges(held)
 
     def _gradients(self, action: Action, held: _Held, work: StepWork) -> Sequence[Tensor]:
         """The gradients with which a backward begins."""
         if held.departure is None:
-            assert held.loss is not None
+            if held.loss is None:
+                return []
             return [work.scales[action.microbatch].to(held.loss.dtype).reshape(held.loss.shape)]
         assert self.departure is not None
         receipt = self._posted.pop(action, None)

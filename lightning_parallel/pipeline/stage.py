@@ -7,13 +7,14 @@ The one idea: every unit's `__call__` is intercepted. While a `StageRun` is acti
 * of a later stage stops the step: its arguments are what is sent on.
 
 The last stage runs the step to its end: the user's loss, the user's logging. Outside a run modules behave as ever.
-A module may be called again while its stage lasts. Left out: calls of a module after its stage has ended. They raise,
-naming module and stages.
+A module may be called again while its stage lasts. Where the step calls one when its stage has ended (the whole model
+twice), earlier stages go on with Phantoms of what later ones return, as often as `rounds` found out that they must.
+Left out is what needs a later stage's result on an earlier one; it raises, naming module and stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.pipeline import calls
+from lightning_parallel.pipeline.calls import ONCE, Going, nth
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.leftovers import (
@@ -39,6 +42,7 @@ from lightning_parallel.pipeline.phantom import (
     Leaf,
     Phantom,
     PhantomError,
+    Unread,
     phantoms_in,
     version_of,
     with_values,
@@ -54,22 +58,35 @@ class StepCut(BaseException):
     """The step reached a module of a later stage. A BaseException: the step's own `except Exception` lets it by."""
 
 
+class CalledAgain(PhantomError):
+    """The step calls a module of an earlier stage again, and that stage ended its run before."""
+
+
 class StageRun:
     """One run of the user's step as one stage on one micro-batch.
 
+    Args:
+        learn: describe in `record` what this stage's units return.
+        again: whether this micro-batch ran before (keeping nothing, or to learn from it).
+        keep: which results of units are sent to stages further on.
+        going: when the run is over, and whether it only finds that out.
+
     Attributes:
-        inputs: received values by their position among the first block's arguments, and those that come by this stage
-            from units before it, by `Leaf`.
-        known: what the units of earlier stages return.
+        inputs: received values by their position among the first block's arguments (those of its later calls counted
+            on), and those that come by this stage from units before it, by `Leaf`.
+        known: what the units of other stages return.
         needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
         wanted: what else of earlier units was needed, in order.
         by_position: units' results that are among the first block's arguments.
-        outputs: what may be sent, set when the step is cut: leaves of the arguments of the next stage's first block by
+        outputs: what may be sent, set where the next stage's first block is called: leaves of its arguments by
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
+        versions: how often outputs by position had been written to then, where they are sent later.
+        exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
         is_last: whether the step runs to its end.
-        again: whether this micro-batch ran before, keeping nothing.
+        has_ended: whether it did.
+        doubt: what is wrong with the order of calls, should it turn out to be.
         plain: whether a call only computes: nothing is to be learnt, kept for later or recomputed.
     """
 
@@ -84,6 +101,7 @@ class StageRun:
         learn: bool,
         again: bool = False,
         keep: Collection[Leaf] | None = None,
+        going: Going = ONCE,
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.is_last = stage == cut.layout.num_stages - 1
@@ -91,13 +109,17 @@ class StageRun:
         self.record: UnitOutputs | None = {} if learn else None
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
         self.outputs: dict[Place, Any] | None = None
+        self.versions: dict[Place, int] = {}
         self.wanted: dict[Leaf, None] = {}
         self.by_position: set[Leaf] = set()
         self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
         self.called: dict[str, int] = {}
-        self.again = again
+        self.again, self.going = again, going
+        self.exits = self.after_exit = 0
+        self.has_ended, self.doubt = False, ""
+        self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
-        self.plain = not learn and not self._recomputes_blocks and not keep
+        self.plain = not learn and not self._recomputes_blocks and not keep and not going.after
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
@@ -114,14 +136,18 @@ class StageRun:
                 result = self.realized(step())
         except StepCut:
             return None
-        if not self.is_last:
-            skip = " To skip a batch, return 0 * its loss in place of None." if result is None else ""
+        except Unread as error:
+            if self.is_last or not self.exits:
+                raise
+            raise Unread(f"{error} {calls.NOT_BETWEEN}") from error
+        self.has_ended = True
+        if not self.is_last and not self.going.finding:
+            first_block = self.cut.first_block(self.stage + 1)
             raise PhantomError(
-                f"The step ended on stage {self.stage} without calling {self.cut.first_block(self.stage + 1)}, the"
-                f" first block of stage {self.stage + 1}. A step must call every block, in order; use fewer stages or"
-                f" other blocks=.{skip}"
+                calls.not_all_called(self.stage, first_block, self.exits, self.going, returned_none=result is None)
             )
-        self._refuse_phantoms(result, "returns")
+        if self.is_last:
+            self._refuse_phantoms(result, "returns")
         return result
 
     @contextmanager
@@ -150,29 +176,35 @@ class StageRun:
         if self._replaying:
             return self._call_again(hook, owner, module, args, kwargs)
         before_this = self.called.get(unit.name, 0)
-        if before_this and unit.name in self.cut.without_parameters:
+        if before_this and not self.cut.keeps_pace(unit.name, self.called):
             return module(*args, **kwargs)  # as any operation of the step: on every stage
         if unit.stage > self.stage:
-            self._exit(unit, args, kwargs)
-        if before_this and unit.name in self.cut.normed:
-            raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step and holds a BatchNorm,"
-                " whose running statistics the pipeline strategy updates once a batch: join the inputs and call it"
-                " once, or train with one stage."
-            )
+            self._reach(unit, nth(hook.name, before_this), args, kwargs)
         self.called[unit.name] = before_this + 1
-        if unit.stage < self.stage:
+        if unit.stage != self.stage:
             return self._phantom_result(hook, owner, args, kwargs, before_this)
-        if before_this == 0:
-            self._enter_at_first_block(unit, args, kwargs)
+        self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
         if self.record is None:
             result = self._compute(hook, module, args, kwargs, before_this)
         else:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
         if self._keep or (self._keep is not None and self.record is not None):
-            self._put_aside(_nth(hook.name, before_this), result)
+            self._put_aside(nth(hook.name, before_this), result)
+        if self.exits:
+            self._count_after_exit()
         return result
+
+    def _count_after_exit(self) -> None:
+        """One of this stage's units was called when a later stage had been: results may go by to stages further on."""
+        self.after_exit += 1
+        self._note_outputs(())
+        if self._is_over():
+            raise StepCut
+
+    def _is_over(self) -> bool:
+        going = self.going
+        return not going.finding and self.exits == going.exits and self.after_exit >= going.after
 
     def _compute_and_note(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int
@@ -182,9 +214,9 @@ class StageRun:
         attributes = tensor_attributes(owner)
         with hooks_inside(hook.inside) as shown:
             result = self._compute(hook, module, args, kwargs, before_this)
-        self.record[_nth(hook.name, before_this)] = describe(result)
-        self.record[_nth(hook.left, before_this)] = left_behind(owner, attributes)
-        self.record[_nth(hook.shown, before_this)] = shown
+        self.record[nth(hook.name, before_this)] = describe(result)
+        self.record[nth(hook.left, before_this)] = left_behind(owner, attributes)
+        self.record[nth(hook.shown, before_this)] = shown
         return result
 
     def _put_aside(self, unit: str, result: Any) -> None:
@@ -207,15 +239,9 @@ class StageRun:
         """A call in a recomputation, which may begin or end within another stage's blocks."""
         unit = hook.unit
         if unit.stage > self.stage:
-            raise PhantomError(
-                f"A recomputation on stage {self.stage} runs on into `{unit.name}` of stage {unit.stage}. Leave early"
-                " stop of torch.utils.checkpoint on, or checkpoint blocks one by one."
-            )
+            raise PhantomError(calls.runs_on(unit, self.stage))
         if self.called.get(unit.name, 0) > 1:
-            raise PhantomError(
-                f"A recomputation calls `{unit.name}` (stage {unit.stage}), which the step calls more than once: which"
-                ' call it repeats cannot be told. Use PipelineStrategy(recompute="block"), or checkpoint inside it.'
-            )
+            raise PhantomError(calls.which_call(unit))
         if unit.stage < self.stage:
             return self._phantom_result(hook, owner, args, kwargs, 0)
         self._enter_at_first_block(unit, args, kwargs)
@@ -231,10 +257,7 @@ class StageRun:
             self._draw_and_call, hook, module, args, kwargs, before_this, use_reentrant=False, preserve_rng_state=False
         )
         if _versions(args, kwargs) != before:
-            raise ValueError(
-                f"Block `{hook.name}` writes into its arguments, so the backward cannot compute it again from them. Use"
-                ' inplace=False in its first layer, or recompute="none".'
-            )
+            raise ValueError(calls.written_by(hook.name))
         return result
 
     def _draw_and_call(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
@@ -248,31 +271,21 @@ class StageRun:
             self.cut.streams.start(key ^ hook.stream_behind)
 
     def _phantom_result(self, hook: Hook, owner: nn.Module, args: Any, kwargs: Any, before_this: int) -> Any:
-        name = _nth(hook.name, before_this)
+        name = nth(hook.name, before_this)
         if name not in self.known:
-            self._refuse_unknown(hook.unit, before_this)
-        left = self.known.get(_nth(hook.left, before_this))
+            if self.going.finding:
+                raise StepCut
+            if before_this or hook.stage > self.stage:
+                raise CalledAgain(calls.called_again(hook.unit))
+            raise PhantomError(calls.never_called(hook.unit, self.stage))
+        left = self.known.get(nth(hook.left, before_this))
         if left:
             leave_phantoms(owner, left, self.cut.device, hook.origin)
         result = summon(self.known[name], self.cut.device, hook.origin, name)
         self.cut.streams.start(self.key ^ repeated(before_this) ^ hook.stream_behind)
         if any(hook.hooks_inside):
-            call_hooks_inside(hook.inside, self.known.get(_nth(hook.shown, before_this)), self.cut.device, hook.unit)
+            call_hooks_inside(hook.inside, self.known.get(nth(hook.shown, before_this)), self.cut.device, hook.unit)
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
-
-    def _refuse_unknown(self, unit: Unit, before_this: int) -> None:
-        """A unit of an earlier stage that this stage calls and that stage did not."""
-        if before_this:
-            raise PhantomError(
-                f"Module `{unit.name}` (stage {unit.stage}) is called a second time in one step, and stage {unit.stage}"
-                " has ended by then. Join the inputs and call it once, call it before the first block of the next"
-                " stage, or train with one stage."
-            )
-        raise PhantomError(
-            f"Module `{unit.name}` belongs to stage {unit.stage}, which did not call it before stage {self.stage}"
-            f" began, but the step calls it on stage {self.stage}. Register modules in the order in which they run,"
-            f' or move it with stages={{"{unit.name}": {self.stage}}}.'
-        )
 
     def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any) -> None:
         if unit.block == self._first_block and self.stage:
@@ -294,23 +307,17 @@ class StageRun:
 
     def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bind the Phantoms among the first block's arguments to what the previous stage sent."""
-        if self._grad and not torch.is_grad_enabled():
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} is called without gradients inside a training step, as"
-                " reentrant activation checkpointing does. Use torch.utils.checkpoint.checkpoint(...,"
-                " use_reentrant=False)."
-            )
-        needed: dict[int, Phantom] = {}
-        for position, leaf in enumerate(tree_flatten((args, kwargs))[0]):
-            if isinstance(leaf, Phantom) and leaf.value is None and all(leaf is not other for other in needed.values()):
-                needed[position] = leaf
+        is_first = self._replaying or not self._entered
+        needed = self._lacking(args, kwargs)
+        carry_gradients = any(position in self.inputs and self.inputs[position].requires_grad for position in needed)
+        if self._grad and not torch.is_grad_enabled() and carry_gradients:
+            raise PhantomError(calls.without_gradients(unit, self.stage))
         missing = [str(leaf.origin) for position, leaf in needed.items() if position not in self.inputs]
-        if missing:
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {self.stage} needs {', '.join(missing)}, which stage {self.stage - 1}"
-                " does not hold or did not send at first. Pass the value through every block between, set"
-                " skip_connections=True, or dynamic_shapes=True if the block's arguments change from batch to batch."
-            )
+        if missing and self.going.finding:
+            raise StepCut
+        if missing and is_first:
+            raise PhantomError(calls.not_sent(unit, self.stage, missing))
+        needed = {position: leaf for position, leaf in needed.items() if position in self.inputs}
         for position, leaf in needed.items():
             leaf.bind(self.inputs[position])
             if leaf.leaf is not None:
@@ -318,57 +325,93 @@ class StageRun:
                 self.by_position.add(leaf.leaf)
             if isinstance(leaf, ForeignParameter):
                 self._lent.append((leaf, self.inputs[position]))
-        if self.needed is None:
-            self.needed = tuple(needed)
+        if not self._replaying:
+            self.needed = (*(self.needed or ()), *needed)
+
+    def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Phantom]:
+        """The Phantoms among the first block's arguments, by position; positions go on from call to call."""
+        leaves, start = tree_flatten((args, kwargs))[0], 0 if self._replaying else self._entered
+        is_first = not start
+        needed: dict[int, Phantom] = {}
+        for position, leaf in enumerate(leaves, start):
+            if not isinstance(leaf, Phantom) or leaf.value is not None or any(leaf is x for x in needed.values()):
+                continue
+            if is_first or realize(leaf, self.fetch) is None:
+                needed[position] = leaf
+        if not self._replaying:
+            self._entered += len(leaves)
+        return needed
+
+    def _reach(self, unit: Unit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module of a later stage is called: the next stage's first block, or another whose result is known."""
+        layout = self.cut.layout
+        if unit.stage == self.stage + 1 and unit.block == layout.bounds[self.stage + 1]:
+            last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
+            if last_block not in self.called and (self.going == ONCE or self.going.finding):
+                self._doubt(calls.out_of_order(unit, last_block))
+            self._exit(unit, args, kwargs)
+        elif name not in self.known:
+            self._doubt(calls.too_early(unit, self.stage, self.cut.first_block(self.stage + 1)))
+
+    def _doubt(self, words: str) -> None:
+        """The step calls stages out of order: wrong, unless it calls them again."""
+        if not self.going.finding:
+            raise CalledAgain(words)
+        self.doubt = self.doubt or words
 
     def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stop the step: the arguments of the next stage's first block are what is sent."""
-        layout = self.cut.layout
-        if unit.stage != self.stage + 1 or unit.block != layout.bounds[self.stage + 1]:
-            raise PhantomError(
-                f"Stage {self.stage} reached module `{unit.name}` of stage {unit.stage} before"
-                f" {self.cut.first_block(self.stage + 1)}, the first block of stage {self.stage + 1}. Register modules"
-                f' in the order in which they run, or move it with stages={{"{unit.name}": {self.stage}}}.'
-            )
-        last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
-        if last_block not in self.called:
-            raise PhantomError(
-                f"The step calls `{unit.name}` before `{last_block}`. Name the blocks in execution order with blocks=."
-            )
+        """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
         leaves = tree_flatten(self.realized((args, kwargs)))[0]
-        self.outputs = dict(enumerate(leaves))
-        self.outputs.update(dict[Place, Any](self._made.items()))
-        missing = [leaf.origin for leaf in leaves if isinstance(leaf, Phantom)]
+        missing = [leaf for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
-            raise PhantomError(
-                f"Block `{unit.name}` of stage {unit.stage} needs a value computed from {', '.join(missing)}, which"
-                f" stage {self.stage} does not hold. Pass the value through every block between, or set"
-                " skip_connections=True."
-            )
-        raise StepCut
+            remedy = calls.LATER if any(map(self._comes_later, missing)) else calls.THROUGH_BLOCKS
+            raise PhantomError(calls.not_held(unit, self.stage, [leaf.origin for leaf in missing], remedy))
+        if self.going != ONCE:
+            leaves = self._watched(leaves)
+        self._note_outputs(leaves)
+        self.exits, self.after_exit = self.exits + 1, 0
+        if self._is_over():
+            raise StepCut
+
+    def _watched(self, leaves: Sequence[Any]) -> list[Any]:
+        """Values that are sent when the step has gone on. It may write into them; copies, where nothing saves them."""
+        kept = [x if torch.is_grad_enabled() or not isinstance(x, Tensor) else x.clone() for x in leaves]
+        self.versions.update((i, version_of(x)) for i, x in enumerate(kept, self._left) if isinstance(x, Tensor))
+        return kept
+
+    def refuse_written(self, places: Iterable[Place]) -> None:
+        """Raise if outputs are not what they were when the next stage's first block was called."""
+        for place in places:
+            version = self.versions.get(place)
+            if version is not None and self.outputs is not None and version_of(self.outputs[place]) != version:
+                raise PhantomError(calls.written_to(self.stage, self.cut.first_block(self.stage + 1)))
+
+    def _note_outputs(self, leaves: Sequence[Any]) -> None:
+        """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""
+        self.outputs = self.outputs or {}
+        self.outputs.update(enumerate(leaves, self._left))
+        self.outputs.update(self._made.items())
+        self._left += len(leaves)
 
     def _refuse_phantoms(self, tree: Any, doing: str) -> None:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
             if isinstance(leaf, Phantom) and leaf.value is None:
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    f" hold. {self._remedy(leaf.origin)}"
+                    f" hold. {calls.LATER if self._comes_later(leaf) else self._remedy(leaf.origin)}"
                 )
+
+    def _comes_later(self, phantom: Phantom) -> bool:
+        """Whether a Phantom was computed from what a later stage returns."""
+        roots = [calls.name_of(leaf.leaf[0]) for leaf in phantom.leaves or (phantom,) if leaf.leaf is not None]
+        return any(unit.stage > self.stage for unit in self.cut.layout.units if unit.name in roots)
 
     def _remedy(self, origin: str) -> str:
         """What to do about a value that this stage lacks."""
         for unit in self.cut.layout.units:
             if unit.block is None and origin.startswith(f"parameter `{unit.name}."):
-                return f'Move its module with stages={{"{unit.name}": {self.stage}}}.'
-        return (
-            "Pass it through the blocks (as an argument of the block where the stage begins), set"
-            " skip_connections=True, or choose blocks= so that producer and reader share a stage."
-        )
-
-
-def _nth(name: str, before_this: int) -> str:
-    """A key for what one of several calls of a unit made."""
-    return f"{name}, call {before_this + 1}" if before_this else name
+                return f"Move its module with {calls.moved(unit.name, self.stage)}."
+        return calls.NEARER
 
 
 def _versions(*trees: Any) -> list[int]:

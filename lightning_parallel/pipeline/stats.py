@@ -51,6 +51,11 @@ class PipelineStats:
         self._pending.append((self._step, marks))
         return marks
 
+    def cancel(self) -> None:
+        """The training step that began last is not one."""
+        self._step -= 1
+        self._clock.forget(self._pending.pop()[1].moments)
+
     def trace(self) -> StepTrace | None:
         """The newest finished step before the current one, of all ranks; collective, the same on every rank.
 

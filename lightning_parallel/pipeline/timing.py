@@ -163,7 +163,10 @@ def _once(unit: nn.Module, forward: Callable[[], Sequence[Tensor]], device: torc
 
 
 def _bytes_kept(unit: nn.Module, forward: Callable[[], Sequence[Tensor]]) -> tuple[float, float]:
-    """Bytes that a forward saves for the backward, and those of the factors of products that W needs."""
+    """Bytes that a forward saves for the backward, and those of the factors of products that W needs.
+
+    In two forwards: PyTorch 2.9 does not let the factors be read where hooks on saved tensors were.
+    """
     known = {p.untyped_storage().data_ptr() for p in (*unit.parameters(), *unit.buffers())}
     saved: dict[int, int] = {}
 
@@ -173,10 +176,12 @@ def _bytes_kept(unit: nn.Module, forward: Callable[[], Sequence[Tensor]]) -> tup
         return x
 
     with saved_tensors_hooks(note, lambda x: x):
-        roots = forward()
-    factors = {x.untyped_storage().data_ptr() for x in _inputs_backward(roots).tensors()}
+        kept = forward()
+    del kept
+    factors = [product.operands()[1].untyped_storage() for product in _inputs_backward(forward()).take()]
+    waiting = {factor.data_ptr(): factor.nbytes() for factor in factors if factor.data_ptr() not in known}
     unit.zero_grad(set_to_none=True)
-    return float(sum(saved.values())), float(sum(size for key, size in saved.items() if key in factors))
+    return float(sum(saved.values())), float(sum(waiting.values()))
 
 
 def _inputs_backward(roots: Sequence[Tensor]) -> WeightGradients:

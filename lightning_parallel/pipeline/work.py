@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_parallel.pipeline.schedule import Action, Schedule
+
+if TYPE_CHECKING:
+    from lightning_parallel.pipeline.early_sums import Round
 
 
 @dataclass
@@ -23,7 +26,10 @@ class StepWork:
         loss_of: the loss in what the step returned.
         scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
         after_forwards: called with the results once the last of this rank's is there, or None.
+        may_begin_anew: whether to go through the step in vain where its calls are not known yet.
+        is_void: set where that was so: what the step made is to be dropped.
         after_action: called with -1 before the first action, and after each one with its number in the row; or None.
+        early: what sends gradients to other copies of the model as the last backwards make them, or None.
     """
 
     schedule: Schedule
@@ -34,6 +40,9 @@ class StepWork:
     scales: Sequence[Tensor] = ()
     after_forwards: Callable[[list[Any]], None] | None = None
     after_action: Callable[[int], None] | None = None
+    early: Round | None = None
+    may_begin_anew: bool = False
+    is_void: bool = False
 
     @property
     def training(self) -> bool:

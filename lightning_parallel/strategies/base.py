@@ -223,15 +223,29 @@ class MeshStrategy(ParallelStrategy):
         try:
             disconnect(failed)
         finally:
-            if self.watch is not None:
-                self.watch.stop()
-            self.watch = None
+            if not getattr(self.launcher, "will_part", False):  # hooks are still to come, which may fail
+                self._stop_watch()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
+
+    def part(self) -> None:
+        """After the last hooks of a run: wait for those of the other ranks.
+
+        Raises:
+            StageError: they have failed.
+        """
+        if self.watch is not None:
+            self.watch.part()
+        self._stop_watch()
+
+    def _stop_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+        self.watch = None
 
     def _keep_weights(self) -> None:
         """Forked and spawned ranks end with the run: hand the trained weights to the process that started them."""

@@ -42,8 +42,9 @@ from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
+from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.step import TrainerStep
-from lightning_parallel.trainer.step_log import LogSpreader
+from lightning_parallel.trainer.step_log import LogSpreader, StepIsVoid
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -74,7 +75,8 @@ class PipelineStrategy(PipelineGradients):
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         memory_limit: bytes of activations that a rank may hold, for schedule="auto".
         check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
-        dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's.
+        dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's. A step may
+            then call the model once.
         skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
             features of the middle): sent through the stages between. Which values are needed is learnt from the first
             micro-batch of a signature, for which every block's result travels.
@@ -222,6 +224,7 @@ class PipelineStrategy(PipelineGradients):
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
+        self.repeats = Repeats(self.lightning_module, pipeline, self.metrics, possible=not self.dynamic_shapes)
         self._loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
@@ -291,6 +294,9 @@ class PipelineStrategy(PipelineGradients):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *args: Any) -> Any:
+        return self.repeats.run("training", lambda: self._train(batch, args))
+
+    def _train(self, batch: Any, args: tuple[Any, ...]) -> Any:
         sizes = self._sizes(batch)
         keep = not self._will_be_zeroed()
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
@@ -316,13 +322,16 @@ class PipelineStrategy(PipelineGradients):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        return self._run("validation", batch, args, self._sizes(batch))
+        return self._evaluate("validation", batch, args)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return self._run("test", batch, args, self._sizes(batch))
+        return self._evaluate("test", batch, args)
 
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        return self._run("predict", batch, args, self._sizes(batch))
+        return self._evaluate("predict", batch, args)
+
+    def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        return self.repeats.run(kind, lambda: self._run(kind, batch, args, self._sizes(batch)))
 
     def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
         step = TrainerStep(self, kind, batch, args, sizes)
@@ -333,7 +342,18 @@ class PipelineStrategy(PipelineGradients):
         if step.index == 0 and kind != "training":
             self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
             self.pipeline.check_same("logged", self._logged())
-        return step.run()
+        try:
+            return step.run()
+        except StepIsVoid:
+            self._drop_what_was_measured(kind)
+            raise
+
+    def _drop_what_was_measured(self, kind: str) -> None:
+        """A step is void, and will begin anew."""
+        if kind == "training" and self.stats is not None:
+            self.stats.cancel()
+        if kind == "training" and self.pipeline.sums is not None:
+            self.pipeline.sums.cancel()
 
     def _logged(self) -> dict[str, float]:
         assert self.lightning_module is not None

@@ -7,15 +7,18 @@ copies of the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import total_norm
+from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
 
 
@@ -32,9 +35,33 @@ class PipelineGradients(PipelineSchedules):
         first_of_window = batch_idx % module.trainer.accumulate_grad_batches == 0
         return first_of_window and not is_overridden("optimizer_zero_grad", module)
 
+    def sums_while_running(
+        self, schedule: Schedule, may_begin_anew: bool
+    ) -> tuple[Round | None, Callable[[int], None] | None]:
+        """What begins sums of gradients while a training step's backwards run: over the copies of the model where the
+        optimizer steps after it, or over the replicas of a stage; and what is called after each action.
+
+        Copies add up at the end of a step that may begin anew, since one copy might and another not.
+        """
+        pipeline, module = self.pipeline, self.lightning_module
+        assert module is not None
+        if pipeline.sums is not None:
+            return None, pipeline.sums.begin(schedule)
+        if (
+            may_begin_anew
+            or pipeline.early is None
+            or self._accumulating
+            or is_overridden("optimizer_zero_grad", module)
+        ):
+            return None, None
+        early = pipeline.early.begin(schedule)
+        return early, None if early is None else early.after
+
     def _deliver(self) -> None:
         """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
         fresh = self.pipeline.gradients.take()
+        if self.pipeline.early is not None:
+            self.pipeline.early.compare(fresh)
         names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
         self.pipeline.sum_shared(names)
         with torch._C.DisableTorchFunctionSubclass():
@@ -54,11 +81,11 @@ class PipelineGradients(PipelineSchedules):
         if into:
             torch._foreach_add_(into, added)
         if not self._accumulating:
-            self.pipeline.data.average(self._trainable())
+            self.pipeline.data.average(self._trainable(), self.pipeline.early)
             if self.pipeline.data.size > 2:  # two summands give one sum, in whatever bucket
                 self.pipeline.equalize_shared_gradients()
 
-    def _trainable(self) -> list[Tensor]:
+    def _trainable(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
 
     @contextmanager

@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.phantom import PhantomError, phantoms_in
+from lightning_parallel.pipeline.phantom import Phantom, PhantomError, phantoms_in
 from lightning_parallel.trainer.logged_metrics import LoggedMetrics, OfOneMicrobatch
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
 from lightning_parallel.trainer.watched_metric import WatchedMetric
@@ -125,13 +125,13 @@ class StepMetrics:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Around a run of the step that is cut before its loss, on the rank of the loss: what it updates is undone."""
-        self._undo = {}
+        before, self._undo = self._undo, {}
         try:
             yield
         finally:
             for watched, state in self._undo.items():
                 vars(watched.metric).update(state)
-            self._undo = None
+            self._undo = before
 
     def take(self, updates: Sequence[Update]) -> None:
         """On the rank of the loss: what other ranks' micro-batches updated, see `MetricReplay`."""
@@ -160,8 +160,26 @@ class StepMetrics:
 
     # -- what a metric's own methods became ----------------------------------------------------------------------------
 
+    def passed_by(self, watched: WatchedMetric, args: Any, kwargs: Any) -> Phantom | None:
+        """For a metric that takes, between calls of the model, what only later stages know: its value to all others.
+
+        Raises:
+            PhantomError: the metric is one of a collection, which joins those with equal states.
+        """
+        run = self.pipeline.cut.active if self.in_step else None
+        if run is None or run.is_last or not (phantoms_in(args) or phantoms_in(kwargs)):
+            return None
+        if watched.leader is not None:
+            raise PhantomError(
+                f"Metric `{watched.name}` of a collection is updated between calls of the model, of which a stage makes"
+                " all before later stages run: update it behind the last call."
+            )
+        return Phantom(torch.empty((), device="meta"), self.pipeline.device, f"the value of metric `{watched.name}`")
+
     def update(self, watched: WatchedMetric, *args: Any, **kwargs: Any) -> None:
         """`metric.update`, which `metric.forward` calls too."""
+        if self.passed_by(watched, args, kwargs) is not None:
+            return
         metric = watched.metric
         self._keep(watched)
         if not self.in_step:

@@ -38,11 +38,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     Args:
         strategy: its attribute ``watch`` is told of exceptions.
         patience_s: how long the other ranks may take to end after a failure, once rank 0's script has ended.
+
+    Attributes:
+        will_part: whether a run goes on, at whose end, after the Trainer's last hooks, the strategy's `part` is called.
     """
 
     def __init__(self, strategy: Any, patience_s: float = 6.0) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy, self._patience_s = strategy, patience_s
+        self.will_part = False
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks unless they run already, then call the function on this one."""
@@ -55,11 +59,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _family.gather(self._strategy, trainer)
         try:
             with reported(self._strategy, trainer):
-                return function(*args, **kwargs)
+                self.will_part = hasattr(self._strategy, "part")
+                result = function(*args, **kwargs)
+                if self.will_part:
+                    self._strategy.part()
+            return result
         except BaseException as error:
             _family.fail(error)
             raise
         finally:
+            self.will_part = False
             _family.disperse()
 
     def joined(self, watch: Watch) -> None:

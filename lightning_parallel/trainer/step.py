@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
-from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepLog
+from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepIsVoid, StepLog
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.pipeline import PipelineStrategy
@@ -56,12 +56,17 @@ class TrainerStep:
         self.loss: Tensor | None = None
         self.calls: list[LogCall] = []
         self.received: dict[int, Any] = {}
+        self._work: StepWork | None = None
 
     def work(self) -> StepWork:
         """What the engine is asked to do."""
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
         pipeline = strategy.pipeline
-        return StepWork(
+        may_begin_anew = strategy.repeats.is_first(self.kind)
+        early, after_action = (
+            strategy.sums_while_running(self.schedule, may_begin_anew) if self.training else (None, None)
+        )
+        self._work = StepWork(
             schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
             signatures=pipeline.signatures(self.kind, self.parts),
@@ -69,8 +74,11 @@ class TrainerStep:
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._after_forwards(),
-            after_action=pipeline.sums.begin(self.schedule) if pipeline.sums is not None and self.training else None,
+            after_action=after_action,
+            early=early,
+            may_begin_anew=may_begin_anew,
         )
+        return self._work
 
     def _after_forwards(self) -> Callable[[list[Any]], None] | None:
         """What follows this rank's last forward of the last stage."""
@@ -88,15 +96,34 @@ class TrainerStep:
             seat.keep_received = check
         work = self.work()
         with self.metrics.step():
+            with StepLog(self.module, self.ends, self.metrics, self.training, silent=True).recording():
+                self.strategy.repeats.learn(self.kind, work)
             with self.log.recording(), pipeline.streams.step(), self._filling_seen():
                 results = engine.run(work, self.strategy.marks(work.schedule, self.training))
             if pipeline.both_ways:
                 self._join_directions(results)
+            if work.may_begin_anew:
+                self._refuse_void(work)
             if check and self.at_loss:
                 self._check_loss(work)
         if self.kind == "predict":
             return microbatch.join(results, self.sizes, self.weights) if self.at_loss else None
         return self._finish(self.strategy.spreader)
+
+    def _refuse_void(self, work: StepWork) -> None:
+        """Where a step may have been in vain: was it?
+
+        Raises:
+            StepIsVoid: it was.
+        """
+        if self.at_loss and work.is_void:
+            self.strategy.spreader.announce_void()
+            raise StepIsVoid
+        if self.kind == "predict" and self.at_loss:
+            self.strategy.spreader.announce(None, [])
+            self.strategy.spreader.send(None, [])
+        elif self.kind == "predict":
+            self.strategy.spreader.receive()
 
     def _finish(self, spreader: LogSpreader) -> Any:
         """Bring loss and log calls to every rank; the step's own result exists on the loss stage."""
@@ -120,6 +147,9 @@ class TrainerStep:
         if self.at_loss:
             directions.forwards_done()
             return
+        if self._is_void:
+            directions.pack(Share({}, is_void=True))
+            return
         own = {number: results[number] for number in ended_on(self.schedule, self.strategy.pipeline.row)}
         assert self.metrics.replay is not None
         directions.pack(Share(own, self.log.notes, self.metrics.replay.updates, self._received()))
@@ -131,6 +161,10 @@ class TrainerStep:
             directions.hand_over()
             return
         shares = directions.receive(self.schedule)
+        if self._work is not None and any(share.is_void for share in shares):
+            self._work.is_void = True
+        if self._is_void:
+            return
         with directions.joining():
             self.received = self._received()
             for share in shares:
@@ -148,8 +182,14 @@ class TrainerStep:
         seats = self.strategy.pipeline.engine.loss_seats
         return {number: values for seat in seats for number, values in seat.received.items()}
 
+    @property
+    def _is_void(self) -> bool:
+        return self._work is not None and self._work.is_void
+
     def _announce(self, results: list[Any]) -> None:
         """The forwards are done: what is returned and logged is known."""
+        if self._is_void:
+            return
         self.output = microbatch.join(results, self.sizes, self.weights)
         self.loss = loss_of(self.output) if self.training else None
         self.calls = self.log.joined(self.weights)

@@ -31,6 +31,10 @@ from lightning_parallel.trainer.metrics import StepMetrics
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
+class StepIsVoid(Exception):
+    """A step called stages as it was not expected to: nothing came of it, on no rank."""
+
+
 @dataclass
 class LogCall:
     """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number.
@@ -67,11 +71,14 @@ class Note:
 class StepLog:
     """Notes of the `self.log` calls of one step, by micro-batch; `training`: whether `on_step` is the default.
 
-    `loss_stage`: whether steps run to their end on this rank.
+    `loss_stage`: whether steps run to their end on this rank. `silent`: values are looked at, and not noted.
     """
 
-    def __init__(self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool) -> None:
+    def __init__(
+        self, module: LightningModule, loss_stage: bool, metrics: StepMetrics, training: bool, silent: bool = False
+    ) -> None:
         self.module, self.loss_stage, self.metrics, self.training = module, loss_stage, metrics, training
+        self.silent = silent
         self.notes: list[Note] = []
         self._seen: dict[tuple[int, str], int] = {}
         self.microbatch = 0
@@ -118,6 +125,8 @@ class StepLog:
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
                 " values that are computed from the last block's output, or set skip_connections=True."
             )
+        if self.silent:
+            return
         occurrence = self._seen.get((self.microbatch, name), 0)
         self._seen[self.microbatch, name] = occurrence + 1
         if isinstance(value, (Metric, MetricCollection)):
@@ -160,6 +169,7 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
     return weighted_sum(values, weights) / sum(weights)
 
 
+_VOID = "nothing came of the step"
 Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options, dtype and metric
 
 
@@ -195,8 +205,14 @@ class LogSpreader:
             self._tell(loss, calls)
 
     def receive(self) -> tuple[Tensor, list[LogCall]]:
-        """On every other rank, at the end of its step: the loss stage's loss and calls."""
+        """On every other rank, at the end of its step: the loss stage's loss and calls.
+
+        Raises:
+            StepIsVoid: there are none.
+        """
         told, numbers = self._hear()
+        if told == _VOID:
+            raise StepIsVoid
         if not isinstance(told, int):
             self._structures.append(told)
             told = -1
@@ -204,6 +220,11 @@ class LogSpreader:
         calls = [LogCall(name, None, options, kind, metric) for name, options, kind, metric in structure]
         _assign(numbers[1:], calls)
         return torch.full((), numbers[0], dtype=dtype, device=self._pipeline.device), calls
+
+    def announce_void(self) -> None:
+        """On the loss stage, in place of all this: nothing came of the step."""
+        self._pipeline.settle()
+        self._pipeline.tell((_VOID, []))
 
     def _tell(self, loss: Tensor | None, calls: list[LogCall]) -> None:
         assert self._readback is not None

@@ -27,6 +27,8 @@ class Owner(Protocol):
 
     def resets(self, watched: WatchedMetric) -> None: ...
 
+    def passed_by(self, watched: WatchedMetric, args: Any, kwargs: Any) -> Any | None: ...
+
 
 @dataclass(eq=False)
 class WatchedMetric:
@@ -68,7 +70,15 @@ class WatchedMetric:
 
 
 class _Reports:
-    """Added to a watched metric's class: resets are counted, and a copy (or a pickle) is an ordinary metric again."""
+    """Added to a watched metric's class.
+
+    Resets are counted, its owner may pass a forward by, and a copy (or a pickle) is an ordinary metric again.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watched: WatchedMetric = vars(self)["_watched"]
+        passed_by = watched.owner.passed_by(watched, args, kwargs)
+        return super().forward(*args, **kwargs) if passed_by is None else passed_by  # type: ignore[misc]
 
     def reset(self) -> None:
         watched: WatchedMetric = vars(self)["_watched"]

@@ -302,3 +302,20 @@ def _seconds_per_mark(watch: Watch, count: int = 20_000) -> float:
         watch.progress += 1
         watch.waiting = None
     return (time.perf_counter() - started) / count
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_ranks_part_when_all_have_come_to_the_end_or_fail_with_one_that_has_not(failing: int | None):
+    def end(rank: int, port: int) -> None:
+        watch = watched(rank, 3, port)
+        dist.destroy_process_group()
+        if rank == failing:
+            told = watch.report(KeyError("late"), "teardown")
+            raise told from told.__cause__
+        watch.part()
+        watch.stop()
+
+    outcomes = outcomes_of(end, 3)
+    for outcome in outcomes:
+        assert outcome.returned == (failing is None)
+        assert failing is None or type(outcome.error.__cause__) is KeyError

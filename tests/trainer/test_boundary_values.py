@@ -1,9 +1,12 @@
 """What may pass from block to block: many kinds of values. Blocks compiled, recomputed, aliased, called again."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -85,12 +88,23 @@ class ManyKindsRecomputed(ManyKinds):
     recomputed = True
 
 
+class Layer(nn.Module):
+    """A block of a user's own: modules of torch's own are not compiled in place, by torch's rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
 class Compiled(Classifier):
     """Blocks compiled one by one, in place or by a wrapper."""
 
-    def __init__(self, backend: str, in_place: bool, block: nn.Module | None = None) -> None:
+    def __init__(self, backend: str, in_place: bool) -> None:
         LightningModule.__init__(self)
-        blocks = [block or nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        blocks: list[Any] = [Layer() for _ in range(4)]
         if in_place:
             for layer in blocks:
                 layer.compile(backend=backend)
@@ -171,6 +185,24 @@ def test_as_in_one_process(references, num_stages: int):
             assert_same(records, references[name], EXACT, EXACT)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@ASKS
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of inductor's own
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on CPUs, and there is no g++ here")
+@pytest.mark.parametrize(("in_place", "schedule"), [(True, "zb_h1"), (False, "1f1b")])
+def test_blocks_that_inductor_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_place: bool, schedule: str):
+    """Kernels of its own, a backward split and one whole; beside one process that compiles nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    case = Case(lambda: Compiled("inductor", in_place), row_loader, {"schedule": schedule}, DOUBLE)
+    reference = one_process(case.but(make=lambda: Compiled("eager", in_place)))
+    with torch._inductor.config.patch(compile_threads=1):  # no processes behind those of the test
+        [records] = many_on_stages([case], 2, timeout=250.0)
+    assert_same(records, reference, EXACT, EXACT)
+    assert list(tmp_path.rglob("*.so")), "inductor has compiled"
 
 
 @pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")

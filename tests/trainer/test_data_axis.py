@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -13,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.checkpoint.sharded import consolidate
 from lightning_parallel.errors import StageError
+from lightning_parallel.pipeline import buckets
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import CLASSES, Classifier, chain, row_dataset
@@ -27,6 +30,27 @@ from tests.trainer.pipelines import (
 )
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers a bucket, so that there are several."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 200)
+
+
+class Sent(Callback):
+    """Notes how many buckets are on their way to the other copies when a step's actions are over."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        self.counts.append(trainer.strategy.pipeline.early.num_sent)
+
+
+def sent(trainer: Trainer, module: LightningModule) -> list[int]:
+    """What `Sent` noted."""
+    return next(callback.counts for callback in trainer.callbacks if isinstance(callback, Sent))
 
 
 class Averaged(Classifier):
@@ -58,6 +82,13 @@ class Conditional(Averaged):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.net(x)
         return self.branch(logits) if bool((x[:, 0] > 1.5).any()) else logits
+
+
+class Twice(Averaged):
+    """Calls the model on two views of its rows."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss((-batch[0], batch[1]))
 
 
 def on_copies(case: Case, copies: int, stages: int) -> list[Record]:
@@ -94,18 +125,77 @@ def loader(batch_size: int, copies: int = 2) -> DataLoader:
     return DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, copies, copy, shuffle=False))
 
 
+class Uneven(Averaged):
+    """The second layer does not train, the third is used by no row, and the fourth and sixth are one."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(8))
+        self.net[2].requires_grad_(False)
+        self.net[10].weight = self.net[6].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.net):
+            x = layer(x) if i != 4 else x + 0.0 * layer.bias.detach()
+        return x
+
+
+def case(make: Any, strategy: Any, epochs: int = 1, **trainer: Any) -> Case:
+    options = {"max_epochs": epochs, "callbacks": lambda: [Sent()] if "RANK" in os.environ else [], **trainer}
+    return Case(
+        make, lambda: loader(4), strategy, options, at_end=lambda *run: sent(*run) if "RANK" in os.environ else 0
+    )
+
+
+# The buckets that leave before a step ends, on ranks 0 and 1 of a copy, step by step: none in the first, which might
+# begin anew if it called the model several times; where it does, it begins anew with them.
 CASES = {
-    "plain": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2}),
-    "accumulated": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "accumulate_grad_batches": 2}),
-    "clipped": Case(Averaged, lambda: loader(4), trainer={"max_epochs": 2, "gradient_clip_val": 0.05}),
-    "gpipe": Case(Averaged, lambda: loader(4), {"schedule": "gpipe", "num_microbatches": 2}, {"max_epochs": 1}),
+    "plain": (case(Averaged, {}, 2), ([0] + [2] * 11, [0] + [2] * 11)),
+    "accumulated": (case(Averaged, {}, 2, accumulate_grad_batches=2), ([0, 2] * 6, [0, 2] * 6)),
+    "clipped": (case(Averaged, {}, 2, gradient_clip_val=0.05), ([0] + [2] * 11, [0] + [2] * 11)),
+    "called twice": (case(Twice, {}), ([2] * 6, [2] * 6)),
+    "gpipe": (case(Averaged, {"schedule": "gpipe", "num_microbatches": 2}), ([0] + [2] * 5, [0] + [2] * 5)),
+    "zb_h1": (case(Uneven, {"schedule": "zb_h1"}, accumulate_grad_batches=4), ([0, 0, 0, 2, 0, 2], [0, 0, 0, 2, 0, 2])),
+    "zb_v": (case(Uneven, {"schedule": "zb_v"}), ([0] + [2] * 5, [0] + [2] * 5)),
+    "interleaved_1f1b": (case(Averaged, {"schedule": "interleaved_1f1b"}), ([0] + [2] * 5, [0] + [2] * 5)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
-    case = CASES[name]
-    assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), on_copies(case, 2, 2))
+    case, sent_early = CASES[name]
+    records = on_copies(case, 2, 2)
+    assert_all_rows(case, one_process(case.but(loader=lambda: loader(8))), records)
+    for first, second in zip(records[:2], records[2:], strict=True):
+        assert all(torch.equal(value, second.own[key]) for key, value in first.own.items())
+    assert [record.extra for record in records] == [*sent_early, *sent_early]
+
+
+class Unfinished(Sent):
+    """Notes whenever a bucket leaves how many of this rank's parameters have no gradient yet, in the last step."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        begin, own = dist.all_reduce, trainer.strategy.pipeline.own
+
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("async_op"):
+                self.counts.append(sum(parameter.grad is None for _, parameter in own))
+            return begin(*args, **kwargs)
+
+        dist.all_reduce = all_reduce  # this process ends with the run
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counts.clear()
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        self.counts.append(-1)  # the step's actions are over
+
+
+@pytest.mark.parametrize(("schedule", "unfinished"), [("1f1b", [4, 0, -1]), ("zb_h1", [2, 0, -1])])
+def test_a_bucket_leaves_before_the_last_backward_or_w_of_its_stage_has_ended(schedule: str, unfinished: list[int]):
+    """Of four layers, two are on their way when the other two have no gradient, or (biases come with I) no weight's."""
+    strategy = {"schedule": schedule, "num_microbatches": 1}
+    once = case(Averaged, strategy, limit_train_batches=2, callbacks=lambda: [Unfinished()])
+    assert [record.extra for record in on_copies(once.but(validate=False), 2, 2)] == [unfinished] * 4
 
 
 class Tied(Averaged):

@@ -163,6 +163,22 @@ def test_a_script_ends_with_the_users_exception(rank: int):
     assert seconds < 30
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("raise", "StageError: rank 1 failed in teardown: KeyError: "),
+        ("SIGKILL", "StageError: lost rank 1: its process ended (SIGKILL: the out-of-memory killer?)"),
+    ],
+)
+def test_a_script_whose_last_hook_fails_on_another_rank_has_failed(how: str, told: str):
+    """Rank 0 has trained and closed its groups by then; it does not leave before the others' hooks are over."""
+    done, seconds = run_script("--where", "teardown", "--how", how)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert "rank 0 has trained" not in done.stdout
+    assert seconds < 30
+
+
 def test_a_script_says_by_which_signal_a_rank_ended():
     done, _ = run_script("--where", "training_step", "--how", "SIGKILL")
     assert "StageError: lost rank 1: its process ended (SIGKILL: the out-of-memory killer?)" in done.stderr

@@ -74,15 +74,6 @@ class SumsWhatAHookSaw(Classifier):
         return loss + sum(self.seen)
 
 
-class CallsANormAgain(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc4(self.fc3(self.fc2(self.fc1(x) + self.fc1(-x))))
-
-
 class ChecksCallsAgain(Mlp):
     """Checkpoints a function that calls a module twice."""
 
@@ -135,7 +126,6 @@ REFUSED = [
     (compiled_in_place, "`net` is compiled as a whole, and the pipeline cuts it into net.blocks.0, ... . Compile the"),
     (SumsAList, "The step returns a value computed from `seen` set beside the output of `net.1` (stage 0), whose data"),
     (SumsWhatAHookSaw, "The step returns a value computed from the output of `net.0.0` (stage 0), whose data stage 1"),
-    (CallsANormAgain, "Module `fc1` (stage 0) is called a second time in one step and holds a BatchNorm"),
     (ChecksCallsAgain, "A recomputation calls `fc1` (stage 0), which the step calls more than once: which call it"),
     (HooksLate, "A forward hook on `net.0.0` of stage 0 was registered after that stage had said what its hooks see."),
     (NamesLate, 'Move its module with stages={"table": 0}.'),

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.trainer.modules import Classifier, chain, row_loader
-from tests.trainer.pipelines import Case, on_stages
+from tests.trainer.modules import WIDTH, Classifier, chain, row_loader
+from tests.trainer.pipelines import Case, assert_parity, on_stages
 
 
 class Remembers(Classifier):
@@ -43,3 +43,35 @@ def test_what_was_sent_is_freed_a_step_later():
         made, left = record.extra
         assert made > steps * microbatches * 8  # outputs and gradients of this rank's blocks
         assert left <= 2 * microbatches + 2, f"rank {rank} keeps {left} of {made} tensors alive"
+
+
+class Recurrent(nn.Module):
+    """A block that is an LSTM, which keeps its weights in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+class Weighs(Classifier):
+    """Remembers, without keeping it, the memory of every parameter that it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(Recurrent() for _ in range(4))))
+        self.made = [(name, StorageWeakRef(p.untyped_storage()), p.nbytes) for name, p in self.named_parameters()]
+
+
+def test_the_weights_of_other_stages_are_freed_where_a_module_lists_them_too():
+    def held(trainer: Any, module: Weighs) -> tuple[int, int]:
+        own = {name for entry, _ in trainer.strategy.pipeline.own for name in entry.names}
+        mine = sum(nbytes for name, _, nbytes in module.made if name in own)
+        return mine, sum(nbytes for _, memory, nbytes in module.made if not memory.expired())
+
+    case = Case(Weighs, row_loader, trainer={"max_epochs": 1}, at_end=held, validate=False)
+    for record in on_stages(case, 2):
+        mine, alive = record.extra
+        assert alive == mine == 2 * 4 * (2 * 4 * WIDTH * WIDTH + 2 * 4 * WIDTH)  # two LSTMs of float32
+    assert_parity(Case(Weighs, row_loader, validate=False), stages=(2,))

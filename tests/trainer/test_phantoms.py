@@ -50,12 +50,6 @@ class SkipsIntoTheLoss(Mlp):
         return self.loss(batch)
 
 
-class CallsTwice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.fc3(self.fc2(self.fc1(x)))
-        return self.fc4(h + self.fc3(self.fc2(self.fc1(-x))))
-
-
 class ReadsData(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(x)
@@ -98,6 +92,40 @@ class Reentrant(Mlp):
         return self.fc4(checkpoint(self.fc3, h, use_reentrant=True))
 
 
+class Encoder(nn.Sequential):
+    """A block whose work has a method of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self[0](x).relu()
+
+
+class CallsAMethod(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc3 = Encoder(self.fc1), Encoder(self.fc3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc4(self.fc3(self.fc2(self.fc1.encode(x))))
+
+
+class CallsAMethodOfALaterStage(CallsAMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc4(self.fc3.encode(self.fc2(self.fc1(x))))
+
+
+class CallsForward(CallsAMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc4(self.fc3(self.fc2(self.fc1.forward(x))))
+
+
+class CallsAPart(CallsAMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc4(self.fc3(self.fc2(self.fc1[0](x))))
+
+
 class ReturnsNoNumber(Mlp):
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
@@ -129,10 +157,6 @@ REFUSED = [
         "The step returns a value computed from the output of `fc1` (stage 0), whose data stage 1 does not",
     ),
     (
-        CallsTwice,
-        "Module `fc1` (stage 0) is called a second time in one step, and stage 0 has ended by then. Join the inputs",
-    ),
-    (
         ReadsData,
         "The step reads the output of `fc1` (stage 0), whose data this stage does not hold: `item` reads its data.",
     ),
@@ -149,6 +173,17 @@ REFUSED = [
         Reentrant,
         "is called without gradients inside a training step, as reentrant activation checkpointing does. Use torch",
     ),
+    (
+        CallsAMethod,
+        "The step calls `fc1.encode` itself, not `fc1`, and so uses parameter `fc1.0.weight` of stage 0, which",
+    ),
+    (
+        CallsAMethod,
+        "Stages follow calls of whole modules alone: call the module, and let its forward do what you need of it",
+    ),
+    (CallsAMethodOfALaterStage, "The step calls `fc3.encode` itself, not `fc3`, and so uses parameter `fc3.0.weight`"),
+    (CallsForward, "The step calls `fc1.forward` itself, not `fc1`, and so uses parameter `fc1.0.weight` of stage 0"),
+    (CallsAPart, "The step calls `fc1.0` itself, not the module around `fc1.0`, and so uses parameter `fc1.0.weight`"),
     (
         ReturnsNoNumber,
         "training_step returned a tensor of shape (2,) as its loss for a micro-batch; a pipeline needs one number",
@@ -261,8 +296,16 @@ class InEvaluationToo(Mlp):
         self.fc2.requires_grad_(False)
 
 
+class CallsTwice(Mlp):
+    """All blocks but the last, on two views of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc3(self.fc2(self.fc1(x)))
+        return self.fc4(h + self.fc3(self.fc2(self.fc1(-x))))
+
+
 @pytest.mark.parametrize(
-    "make_module", [PassesThrough, ReadsANeighboursValue, UsesShapes, CatchesEverything, InEvaluationToo]
+    "make_module", [PassesThrough, ReadsANeighboursValue, UsesShapes, CatchesEverything, InEvaluationToo, CallsTwice]
 )
 def test_allowed(make_module):
     case = Case(make_module, row_loader, {} if make_module is PassesThrough else CUT)

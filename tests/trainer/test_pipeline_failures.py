@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import PipelineStrategy
+from tests.harness import free_port, rank_outcomes
+from tests.trainer.pipelines import join_as_torchrun
 from tests.trainer.test_launchers import children_of
 from tests.trainer.watched import QUICK, make_trainer
 
@@ -149,6 +151,27 @@ def test_a_hook_that_fails_on_one_rank_is_named(hook):
     error = failure_of(model)
     assert str(error).startswith(f"stage 0 (rank 1) failed in {hook}")
     assert type(error.__cause__) is KeyError
+
+
+@pytest.mark.parametrize("hook", ["on_fit_end", "teardown"])
+def test_a_hook_after_the_run_that_fails_on_one_rank_ends_all(hook):
+    """Where another program started the ranks (torchrun), each has its own exit code."""
+
+    def fail(self, **stage):
+        if self.trainer.global_rank == 1:
+            raise KeyError(hook)
+
+    def run(rank, port):
+        join_as_torchrun(rank, 2, port)
+        model = type("Hooked", (Chain,), {hook: fail})(Fuse(None), Fuse(None))
+        trainer = make_trainer(PipelineStrategy(num_microbatches=4, patience=QUICK, check_loss=False))
+        trainer.fit(model)
+
+    for outcome in rank_outcomes(run, 2, free_port(), group=False):
+        assert str(outcome.error) == (
+            f"stage 0 (rank 1) failed in {hook}: KeyError: '{hook}'\n(rank 0 stopped because of it)"
+        )
+        assert type(outcome.error.__cause__) is KeyError
 
 
 def test_all_weights_come_back_to_the_parent():

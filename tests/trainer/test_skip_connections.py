@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
-from tests.trainer.pipelines import Case, assert_parity, failure_of, on_stages
+from tests.trainer.pipelines import (
+    Case,
+    assert_parity,
+    assert_same,
+    failure_of,
+    many_on_stages,
+    on_stages,
+    one_process,
+)
 
 SKIP = {"skip_connections": True}
 BLOCKS = [f"down.{i}" for i in range(4)] + [f"up.{i}" for i in range(4)]
@@ -84,6 +92,22 @@ class Auxiliary(UNet):
 def test_parity(make_module: Any, schedule: str):
     case = Case(make_module, lambda: row_loader((8, 6, 5)), {**SKIP, "blocks": BLOCKS, "schedule": schedule})
     assert_parity(case.but(trainer={"max_epochs": 2}), stages=(2, 4))
+
+
+class TwoViews(UNet):
+    """The model is called twice, and its first block once more behind that, for the loss alone."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = super().loss(batch) + super().loss((-x, y))
+        return loss + self.down[0](2 * x).square().mean()
+
+
+def test_parity_where_the_model_is_called_twice():
+    case = Case(TwoViews, row_loader, {**SKIP, "blocks": BLOCKS})
+    reference = one_process(case)
+    for records in many_on_stages([case, case.but({"recompute": "stage"})], 4):
+        assert_same(records, reference)
 
 
 @pytest.mark.parametrize("recompute", ["block", "stage"])

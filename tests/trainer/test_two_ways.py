@@ -179,16 +179,22 @@ def test_every_row_is_predicted_once_and_in_order():
         assert found == [pytest.approx(checked[0])] and all(other[1] == found for other in others)
 
 
-def test_copies_side_by_side_and_any_schedule_object():
-    """Three copies of a pipeline of two directions, whose replicas stay equal; and a schedule written by hand."""
-    options = {"num_microbatches": 4, "data_parallel_size": 3}
-    case = Case(Classifier, lambda: row_loader((8,) * 6), options, {"gradient_clip_val": 0.5, "max_epochs": 1})
-    cases = [case.but({"schedule": name}) for name in ("1f1b", "chimera")]
-    one_way, two_ways = many_on_stages(cases, 6, timeout=100.0)
-    assert_same(two_ways[:2], one_way[0])
-    for ours, theirs in zip(two_ways, one_way, strict=True):  # each copy has rows of its own
-        torch.testing.assert_close(torch.stack(ours.losses), torch.stack(theirs.losses))
-    assert_replicas_equal(two_ways)
+@pytest.mark.parametrize(("copies", "names"), [(2, NAMES), (3, ("chimera",))])
+def test_copies_side_by_side(copies: int, names: Sequence[str]):
+    """Copies of a pipeline of two directions, whose replicas stay equal, over the copies too."""
+    options = {"num_microbatches": 4, "data_parallel_size": copies}
+    trainer = {"gradient_clip_val": 0.5, "max_epochs": 1, "accumulate_grad_batches": 2 if copies == 2 else 1}
+    case = Case(Classifier, lambda: row_loader((8,) * 6), options, trainer)
+    cases = [case.but({"schedule": name}) for name in ("1f1b", *names)]
+    one_way, *others = many_on_stages(cases, 2 * copies, timeout=100.0)
+    for two_ways in others:
+        assert_same(two_ways[:2], one_way[0])
+        for ours, theirs in zip(two_ways, one_way, strict=True):  # each copy has rows of its own
+            torch.testing.assert_close(torch.stack(ours.losses), torch.stack(theirs.losses))
+        assert_replicas_equal(two_ways)
+
+
+def test_any_schedule_object():
     text = "0F0 0F1 1F2r1 1F3r1 1I2r1 1B3r1 0B0 1W2r1 0B1 / 1F0 1F1 0F2r1 0F3r1 1B0 1B1 0B2r1 0B3r1"
     schedule = Schedule.from_text(text)
     by_hand = Case(gpt, token_loader, {"num_microbatches": None}, {"gradient_clip_val": 0.5})

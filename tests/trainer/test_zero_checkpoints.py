@@ -1,5 +1,6 @@
 """Checkpoints of ZeRO are one process's: a plain Trainer goes on from them, and any number of ranks in any stage."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def evaluates(path: Path) -> Any:
         trainer.validate(module, loader(), verbose=False)
         trainer.save_checkpoint(path)
         again = torch.load(path, weights_only=False)["state_dict"]
-        [found] = trainer.test(module, loader(), ckpt_path=path, verbose=False, weights_only=False)
+        new = {"weights_only": False} if "weights_only" in signature(trainer.test).parameters else {}  # Lightning 2.6
+        [found] = trainer.test(module, loader(), ckpt_path=path, verbose=False, **new)
         return found, {name: value.clone() for name, value in again.items()}
 
     return test

@@ -75,6 +75,15 @@ class WatchedStrategy(DDPStrategy):
         super().teardown()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if not getattr(self.launcher, "will_part", False):
+            self.stop_watch()
+
+    def part(self) -> None:
+        if self.watch is not None:
+            self.watch.part()
+        self.stop_watch()
+
+    def stop_watch(self) -> None:
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
@@ -130,6 +139,9 @@ class Fails(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.maybe("configure_optimizers")
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def teardown(self, stage: str) -> None:
+        self.maybe("teardown")
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Rows(self.bad_row), batch_size=2, num_workers=0)

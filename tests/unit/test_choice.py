@@ -49,6 +49,7 @@ def test_replicas_need_the_size_of_the_weights():
     assert choose(4, 16, EQUAL).schedule.num_replicas == 1
     told = {option.name: option.excuse for option in choose(4, 16, EQUAL).candidates}
     assert told["chimera:pairs=2"] == "holds 4 copies of the weights, and their size is not given"
+    assert told["chimera:doubling=true"] == "holds 2 copies of the weights, and their size is not given"
     assert choose(4, 16, EQUAL, weights=0.1).schedule.name == "chimera:pairs=2"
     tight = choose(4, 16, EQUAL, memory_limit=6, weights=1.5)  # 4 + 4 x 1.5 do not fit
     assert tight.schedule.num_replicas == 1

@@ -65,7 +65,6 @@ NAMES = [
     "interleaved_zb:v=3",
     "dapple:policy=2",
     "terapipe:slices=2",
-    "chimera:doubling=true",
 ]
 
 

@@ -138,6 +138,19 @@ def test_a_root_may_be_a_leaf():
     assert torch.equal(model.bias.grad, torch.full((3,), 7.0))
 
 
+def test_gradients_that_do_not_fit_are_refused_as_autograd_does():
+    """A shape that would stretch to the root's is none: what was not checked here would be summed in silence."""
+    layer, x = nn.Linear(4, 3), torch.ones(2, 4)
+    for make_root in (lambda y: y, torch.autograd.graph.get_gradient_edge):
+        for wrong in (torch.ones(2, 1), torch.ones(5, 3)):
+            with pytest.raises(RuntimeError, match=r"Mismatch in shape: grad_output\[0\]"):
+                backward_inputs([make_root(layer(x))], [wrong])
+        backward_inputs([make_root(layer(x))], [torch.ones(2, 3)]).run()
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        backward_inputs([layer(x)], [None])
+    assert torch.equal(layer.weight.grad, torch.full((3, 4), 4.0))
+
+
 def test_a_root_without_gradients_is_refused_as_autograd_does():
     with pytest.raises(RuntimeError, match="require"):
         backward_inputs([torch.ones(())], [None])

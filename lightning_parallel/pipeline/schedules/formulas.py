@@ -114,11 +114,18 @@ TABLE: dict[str, Formula] = {
         span="none",
     ),
     "chimera": Formula(
-        "(D/f-2)/(kM+D/f-2), k=3/2, doubled 2",
-        lambda n: (n["D"] / n["pairs"] - 2, (2 if n["doubling"] else 1.5) * n["M"]),
-        lambda r, n: n["D"] / 2 * (3 if n["doubling"] else 1) + 1 + min(r, n["D"] - 1 - r),
-        holds=lambda n: n["pairs"] == 1 and (n["M"] % (2 * n["D"]) == 0 if n["doubling"] else n["M"] == n["D"]),
-        condition="M = D, one pair; doubled: 2D divides M",
+        "(D/f-2)/(3M/2+D/f-2)",
+        lambda n: (n["D"] / n["pairs"] - 2, 1.5 * n["M"]),
+        lambda r, n: n["D"] / 2 / n["pairs"] + 1 + min(r, n["D"] - 1 - r),
+        holds=lambda n: n["M"] == n["D"] and n["pairs"] == 1,
+        condition="M = D, one pair",
+    ),
+    "chimera:doubling=true": Formula(
+        "(D-2)/(2M+D-2)",
+        lambda n: (n["D"] - 2, 2 * n["M"]),
+        lambda r, n: n["D"] * 3 / 2 + 1 + min(r, n["D"] - 1 - r),
+        holds=lambda n: n["M"] % (2 * n["D"]) == 0,
+        condition="2D divides M",
     ),
     "dualpipe": Formula(
         "(D/2-1)/(3M+D/2-1)",
@@ -149,8 +156,14 @@ def formula_text(name: str) -> str | None:
         >>> formula_text("interleaved_1f1b:v=3")
         '(D-1)/(vM+D-1)'
     """
-    formula = TABLE.get(spec.parse(name)[0])
+    formula = find_formula(name)
     return None if formula is None else formula.text
+
+
+def find_formula(name: str) -> Formula | None:
+    """The entry of ``TABLE`` for a schedule's name: options that are switched on may have one of their own."""
+    short, options = spec.parse(name)
+    return TABLE.get(spec.write(short, {key: value for key, value in options.items() if value is True}))
 
 
 def bubble_formula(name: str, num_ranks: int, num_microbatches: int, span: bool = False) -> float | None:
@@ -209,7 +222,8 @@ def _numbers(name: str, num_ranks: int, num_microbatches: int) -> tuple[Formula,
     from lightning_parallel.pipeline.schedules import SCHEDULES  # the generators know their options
 
     short, options = spec.parse(name)
-    if short not in TABLE:
+    formula = find_formula(name)
+    if formula is None:
         return None
     numbers = {"D": num_ranks, "M": num_microbatches} | spec.options_of(SCHEDULES[short]) | options
-    return (TABLE[short], numbers) if TABLE[short].holds(numbers) else None
+    return (formula, numbers) if formula.holds(numbers) else None

@@ -6,51 +6,52 @@ no hooks. Then what the engine does is one assignment or one addition, and costs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.weight_grad.products import Product, of_second, of_second_transposed
 
 
-def is_unwatched(parameter: Any) -> bool:
-    """Whether no hooks are on a parameter itself. (Those on its node: see `Way.bare`.)"""
-    return not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
-
-
-def add_by_hand(parameter: Tensor, product: Product, fused: bool) -> bool:
+def add_by_hand(product: Product, fused: bool) -> bool:
     """Add a product to its parameter's gradient; False, and nothing done, where the engine has to.
 
+    Nobody can tell the difference where there are no hooks on the parameter itself (those on its node: see `Way.bare`)
+    and nothing is cast. (Written out: it runs for every product, in every W.)
+
     Args:
-        parameter: without hooks.
         product: of one of its uses.
         fused: add to a gradient that is there within the product's kernel.
     """
-    factors = _factors(product)
-    if factors is None or any(type(x) is not Tensor or x.dtype is not parameter.dtype for x in factors):
+    way, formula = product.way, product.formula
+    parameter = way.parameter
+    if not way.bare or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
+    incoming, factor = product.operands()
+    dtype = parameter.dtype
+    if type(incoming) is not Tensor or type(factor) is not Tensor:
+        return False
+    if incoming.dtype is not dtype or factor.dtype is not dtype:
+        return False
+    if formula is of_second_transposed:
+        left, right = incoming.t(), factor
+    elif formula is of_second:
+        left, right = factor.t(), incoming
+    else:
+        return False
+    return _add(parameter, left, right, fused)
+
+
+def _add(parameter: Tensor, left: Tensor, right: Tensor, fused: bool) -> bool:
+    """Add a matrix product to a gradient that is a plain matrix, or make one."""
     gradient = parameter.grad
     if gradient is None:
         if not parameter.is_contiguous():
             return False
-        parameter.grad = factors[0].mm(factors[1])
+        parameter.grad = left.mm(right)
     elif type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
         return False
     elif fused:
-        gradient.addmm_(*factors)
+        gradient.addmm_(left, right)
     else:
-        gradient.add_(factors[0].mm(factors[1]))
+        gradient.add_(left.mm(right))
     return True
-
-
-def _factors(product: Product) -> tuple[Tensor, Tensor] | None:
-    """Two matrices whose product is the gradient of the parameter itself."""
-    if not product.way.bare:
-        return None
-    gradient, factor = product.operands()
-    if product.formula is of_second_transposed:
-        return gradient.t(), factor
-    if product.formula is of_second:
-        return factor.t(), gradient
-    return None

@@ -72,12 +72,11 @@ def product_of(kind: Kind, node: Node, edges: Sequence[Edge]) -> tuple[int, Prod
                 made = make(node, way)
             except CannotRead:
                 return None
-            return None if made is None else (slot, Product(node, way, *made))
+            return None if made is None else (slot, made)
     return None
 
 
-_Made: TypeAlias = tuple[Formula, Factor] | None
-Kind: TypeAlias = tuple[tuple[int, Callable[[Any, Way], _Made]], ...]
+Kind: TypeAlias = tuple[tuple[int, Callable[[Any, Way], Product | None]], ...]
 
 
 def of_second(gradient: Tensor, first: Tensor) -> Tensor:
@@ -102,17 +101,18 @@ def _of_first_batched(gradient: Tensor, second: Tensor) -> Tensor:
     return gradient.bmm(second.transpose(1, 2))
 
 
-def _matmul(factor: str, formula: Formula, scaled: bool = False) -> Callable[[Any, Way], _Made]:
+def _matmul(factor: str, formula: Formula, scaled: bool = False) -> Callable[[Any, Way], Product | None]:
     """How to make the product of one side of a matrix product."""
-    read, second = reader(factor), formula is of_second
+    read, transposed = reader(factor), of_second_transposed if formula is of_second else formula
+    strided = torch.strided
 
-    def make(node: Any, way: Way) -> _Made:
+    def make(node: Any, way: Way) -> Product | None:
         if scaled and node._saved_alpha != 1:
             return None
         saved = read(node)
-        if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.is_complex()):
+        if isinstance(saved, Tensor) and (saved.layout is not strided or saved.is_complex()):
             return None
-        return (of_second_transposed if second and way.transposes else formula), saved
+        return Product(node, way, transposed if way.transposes else formula, saved)
 
     return make
 
@@ -120,7 +120,7 @@ def _matmul(factor: str, formula: Formula, scaled: bool = False) -> Callable[[An
 _read_input, _read_indices = reader("input"), reader("indices")
 
 
-def _convolution(node: Any, way: Way) -> _Made:
+def _convolution(node: Any, way: Way) -> Product | None:
     """The weight of a convolution. Its factor is the input; of the weight the shape is enough."""
     weight = way.parameter
     if not way.keeps_shape or weight.is_complex():
@@ -129,7 +129,7 @@ def _convolution(node: Any, way: Way) -> _Made:
         getattr(node, f"_saved_{name}")
         for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     ]
-    return partial(_of_kernel, weight.detach(), settings), _read_input(node)
+    return Product(node, way, partial(_of_kernel, weight.detach(), settings), _read_input(node))
 
 
 def _of_kernel(weight: Tensor, settings: Sequence[Any], gradient: Tensor, x: Tensor) -> Tensor:
@@ -139,13 +139,13 @@ def _of_kernel(weight: Tensor, settings: Sequence[Any], gradient: Tensor, x: Ten
     return torch.ops.aten.convolution_backward(gradient, x, weight, [0], *settings, mask)[1]
 
 
-def _embedding(node: Any, way: Way) -> _Made:
+def _embedding(node: Any, way: Way) -> Product | None:
     if node._saved_sparse:
         return None
     settings = [
         getattr(node, f"_saved_{name}") for name in ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
     ]
-    return partial(_of_table, settings), _read_indices(node)
+    return Product(node, way, partial(_of_table, settings), _read_indices(node))
 
 
 def _of_table(settings: Sequence[Any], gradient: Tensor, indices: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class CannotRead(Exception):
     """A node's saved tensor can only be read by the node."""
 
 
+_TELLS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # an older PyTorch, 2.9 among them, does not
 Factor: TypeAlias = Tensor | Callable[[], Tensor]  # a tensor, or how to read it from within the backward
 
 
@@ -36,11 +37,14 @@ def reader(name: str) -> Callable[[Any], Factor]:
     raw_name, saved_name = f"_raw_saved_{name}", f"_saved_{name}"
 
     def read(node: Any) -> Factor:
-        raw = _raw(node, raw_name)
+        try:
+            raw = getattr(node, raw_name)
+        except (AttributeError, RuntimeError) as error:  # there is none, or none any more
+            raise CannotRead from error
+        if not _TELLS_HOOKS:
+            return read_by_packing(raw)
         try:
             unpack = raw.unpack_hook
-        except AttributeError:  # an older PyTorch, 2.9 among them
-            return read_by_packing(raw)
         except RuntimeError as error:  # a function that is not Python's
             raise CannotRead from error
         if unpack is None:
@@ -50,13 +54,6 @@ def reader(name: str) -> Callable[[Any], Factor]:
         return lambda: getattr(node, saved_name).detach()
 
     return read
-
-
-def _raw(node: Any, name: str) -> Any:
-    try:
-        return getattr(node, name)
-    except (AttributeError, RuntimeError) as error:  # there is none, or none any more
-        raise CannotRead from error
 
 
 def read_by_packing(raw: Any) -> Tensor:

@@ -8,10 +8,11 @@ nothing can wait, or nothing may, it is the whole backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients
@@ -50,11 +51,24 @@ def backward_inputs(
     if found.whole or not found.products:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return WeightGradients()
-    handles = [product.watch() for product in found.products]
+    handles = [handle for product in found.products if (handle := product.watch()) is not None]
     try:
-        torch.autograd.backward(roots, gradients, inputs=found.targets)  # type: ignore[arg-type]
+        if all(map(_fits, roots, gradients)):
+            _engine_run_backward(
+                tuple(roots), tuple(gradients), False, False, tuple(found.targets),
+                allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
+        else:  # it fills in gradients of numbers, and says what is wrong
+            torch.autograd.backward(roots, gradients, inputs=found.targets)  # type: ignore[arg-type]
     finally:
         for handle in handles:
-            if handle is not None:
-                handle.remove()
+            handle.remove()
     return WeightGradients([product for product in found.products if product.reached()])
+
+
+def _fits(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
+    """Whether `torch.autograd.backward` has nothing to say of a root: its checks of roots and targets cost much."""
+    if type(gradient) is not Tensor or gradient.is_nested or type(root) not in (Tensor, GradientEdge):
+        return False
+    like: Any = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
+    return tuple(like.shape) == gradient.shape and like.dtype is gradient.dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-from lightning_parallel.pipeline.weight_grad.by_hand import add_by_hand, is_unwatched
+from lightning_parallel.pipeline.weight_grad.by_hand import add_by_hand
 from lightning_parallel.pipeline.weight_grad.products import Product
 
 IN_ONE_CALL = 2**27  # bytes of products that are made before the engine adds them to the gradients
@@ -76,13 +76,14 @@ def run_together(
             of.setdefault(id(product.way.parameter), []).append(product)
     batch = _Batch(ready)
     for products in of.values():
+        by_hand = fused or len(products) == 1
         parameter = products[0].way.parameter
-        by_hand = (fused or len(products) == 1) and is_unwatched(parameter)
-        while products:
+        while products:  # each lets go of its tensors when it is done
             product = products.pop(0)
-            if not (by_hand and add_by_hand(parameter, product, fused)):
+            if not (by_hand and add_by_hand(product, fused)):
                 batch.add(product)
-        batch.end(parameter)
+        if batch.counts:
+            batch.end(parameter)
     batch.flush()
 
 
@@ -94,6 +95,11 @@ class _Batch:
         self._starts: list[Tensor | GradientEdge] = []
         self._products: list[Tensor] = []
         self._bytes = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has to be told when a parameter is complete."""
+        return self._ready is not None or self._bytes >= IN_ONE_CALL
 
     def add(self, product: Product) -> None:
         made, start = product.formula(*product.operands()), product.way.start

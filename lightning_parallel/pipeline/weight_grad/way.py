@@ -17,7 +17,8 @@ from torch.nn import Parameter
 Edge: TypeAlias = tuple[Node | None, int]
 
 LEAF = "AccumulateGrad"
-_TRANSPOSE = "TBackward0"
+_TRANSPOSE, _TRANSPOSE_OF, _CAST, _VIEW, _NO_STEP = "t", "transpose", "cast", "view", "none"
+_steps: dict[type, str] = {}  # of the types of nodes that were seen
 _VIEWS = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -50,22 +51,30 @@ class Way:
 def way_to_parameter(edge: Edge) -> Way | None:
     """The way that begins with an edge, if it leads to a parameter. (Other leaves are inputs.)"""
     node: Any = edge[0]
-    first = kind = type(node).__name__
+    kind = first = _steps.get(type(node)) or _step_of(type(node))
     casts, steps = True, 0
-    while kind in _VIEWS:
-        casts = casts and kind == "ToCopyBackward0"
+    while kind is not LEAF:
+        if kind is _NO_STEP:
+            return None
+        casts = casts and kind is _CAST
         steps += 1
         node = node.next_functions[0][0]
-        kind = type(node).__name__
-    if kind != LEAF:
-        return None
+        kind = _steps.get(type(node)) or _step_of(type(node))
     held = sys.getrefcount(node) > _UNHELD[steps > 0]
     parameter = node.variable
     if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
         return None
-    transposes = steps > 0 and (first == _TRANSPOSE or first == "TransposeBackward0")
-    bare = not held and (not steps or (steps == 1 and first == _TRANSPOSE))
-    return Way(parameter, edge if steps else parameter, transposes, casts, bare)
+    if not steps:
+        return Way(parameter, parameter, False, True, not held)
+    transposes = first is _TRANSPOSE
+    return Way(parameter, edge, transposes or first is _TRANSPOSE_OF, casts, transposes and steps == 1 and not held)
+
+
+def _step_of(kind: type) -> str:
+    """What a node of this type is on a way: its end, a transposition, a cast, another view, or not on one."""
+    name = kind.__name__
+    special = {LEAF: LEAF, "TBackward0": _TRANSPOSE, "TransposeBackward0": _TRANSPOSE_OF, "ToCopyBackward0": _CAST}
+    return _steps.setdefault(kind, special.get(name, _VIEW if name in _VIEWS else _NO_STEP))
 
 
 def _references(edge: Edge) -> int:

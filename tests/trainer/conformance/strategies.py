@@ -105,10 +105,6 @@ PIPELINE: dict[str, Any] = {
             " outside its module. Compute such a term from a module's own forward, tie the parameter to a module of"
             " this stage, or use the optimizer's weight_decay."
         ),
-        "model_called_twice": (
-            "Module `net.0` (stage 0) is called a second time in one step, and stage 0 has ended by then. Join the"
-            " inputs and call it once, call it before the first block of the next stage, or train with one stage."
-        ),
         "batch_size_finder": (
             "PipelineStrategy cannot run the batch size finder (Tuner.scale_batch_size, BatchSizeFinder): it tries"
             " sizes until a process runs out of memory, and each process saves and restores alone. Set the batch size,"

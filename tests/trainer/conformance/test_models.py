@@ -175,9 +175,20 @@ def a_datamodule_and_a_setup_hook(run: Run) -> Any:
     return data.calls, OnRankZero([saved.get(key) for key in ("hyper_parameters", "Data")])
 
 
+class Twice(Classifier):
+    """Two views of the rows; validates so, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss((-batch[0], batch[1]))
+
+
+def model_called_twice(run: Run) -> Any:
+    return fit(run, Twice())
+
+
 suite = Suite(
     mixed_precision, true_bf16, double_precision, no_container, tied_weights, batch_norm, buffers,
-    dropout_in_evaluation, a_datamodule_and_a_setup_hook,
+    dropout_in_evaluation, a_datamodule_and_a_setup_hook, model_called_twice,
 )  # fmt: skip
 
 

@@ -113,15 +113,6 @@ def penalty_over_all_parameters(run: Run) -> Any:
     fit(run, Penalty())
 
 
-class Twice(Classifier):
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + super().loss((batch[0].flip(0), batch[1].flip(0)))
-
-
-def model_called_twice(run: Run) -> Any:
-    fit(run, Twice())
-
-
 class Sized(Classifier):
     batch_size = 2
 
@@ -159,7 +150,7 @@ def summary_of_a_model_that_reads_data(run: Run) -> Any:
 REFUSED = [
     manual_optimization, overridden_backward, optimizer_that_runs_its_closure_again, step_on_an_iterator,
     step_that_returns_none, norms_of_all_gradients, clipping_without_lightning, penalty_over_all_parameters,
-    model_called_twice, batch_size_finder, graph_of_the_model, summary_of_a_model_that_reads_data,
+    batch_size_finder, graph_of_the_model, summary_of_a_model_that_reads_data,
 ]  # fmt: skip
 
 

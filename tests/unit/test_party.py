@@ -1,0 +1,59 @@
+"""Who is stuck, judged from what ranks have said."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_parallel.failure.party import Peer, Status
+from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.roll import Hub
+from lightning_parallel.failure.wire import Line
+
+NOBODY = ("", 0)
+WAITS = Status(1, 0, NOBODY, "the other stages, to compare notes", 38.0)
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[Hub, Line]]:
+    """Rank 0, and rank 1's end of its line."""
+    ours, theirs = socket.socketpair()
+    hub = Hub(Status(0, 1, NOBODY), Patience(beat_s=0.0), world_size=2)
+    hub.peers[1] = Peer(Line(ours), Status(1, 0, NOBODY), hub.looked)
+    line = Line(theirs)
+    yield hub, line
+    hub.peers[1].line.close()
+    line.close()
+
+
+def hears(hub: Hub) -> None:
+    hub.looked = time.monotonic()
+    hub._listen_to(hub.peers[1])
+
+
+def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hub, Line]):
+    """Its last sign of life is from before; if it still waits it says so with the next one."""
+    rank_0, line = hub
+    line.send(("beat", WAITS))
+    hears(rank_0)
+    assert rank_0.stuck() is None, "rank 0 computes"
+    rank_0.leave()
+    assert rank_0.stuck() is None
+    line.send(("beat", WAITS))
+    hears(rank_0)
+    failure = rank_0.stuck()
+    assert failure is not None
+    assert failure.headline.splitlines() == [
+        "every rank has waited for another one for 38 s, for what will not come:",
+        "  stage 1 (rank 0): has finished",
+        "  stage 0 (rank 1): the other stages, to compare notes",
+    ]
+
+
+def test_ranks_part_when_the_last_has_come(hub: tuple[Hub, Line]):
+    rank_0, line = hub
+    assert not rank_0.part()
+    line.send(("done", None))
+    hears(rank_0)
+    assert rank_0.part() and line.receive() == [("done", None)]
