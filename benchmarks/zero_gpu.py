@@ -2,12 +2,15 @@
 
     torchrun --nproc-per-node 2 benchmarks/zero_gpu.py
         [--tokens 4x2048 1x1024] [--compare 1:ddp 2:fsdp2 3:fsdp2-reshard] [--masters] [--pairs 20]
+        [--keep-root] [--prefetch none|forward|both]
+    python benchmarks/zero_gpu.py --offload         # see zero_offload.py
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW; 8 micro-batches a step, dealt to the GPUs, gradients
 accumulated over those of a GPU. First, with a small model, losses of every stage are compared with one process.
 
 Peers: `ddp` reduces with the last micro-batch; `fsdp2` and `fsdp2-reshard` after every one, so that gradients stay
-divided as in stages 2 and 3; `fsdp2-last` keeps them whole and reduces with the last. With --masters both sides update
+divided as in stages 2 and 3; `fsdp2-last` keeps them whole and reduces with the last; `deepspeed` is its own loop in
+the same stage (zero_peer.py; with --masters, since it updates 32 bits always). With --masters both sides update
 32-bit parameters (the peers' compute in bf16 by FSDP2's policy; DDP has none and is left out). Beside the ratio: what a
 GPU computes with nobody to talk to, and each side's peak memory, states included.
 """
@@ -33,8 +36,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import zero_offload
 from benchmarks.pairs import Interleave, synchronize
 from benchmarks.pipeline_gpu import BenchGPT, bind_to_cores, make_model, repeat, trainer
+from benchmarks.zero_peer import DeepSpeedPeer
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.measure.storages import count_bytes, tensors_in
 from lightning_parallel.strategies import ZeROStrategy
@@ -121,7 +126,7 @@ class Peak(Callback):
             self.nbytes += torch.cuda.max_memory_allocated()
 
 
-def peak_of(peer: Peer) -> int:
+def peak_of(peer: Peer | DeepSpeedPeer) -> int:
     """Peak memory of one of the peer's steps, bytes."""
     peer.step()
     synchronize()
@@ -161,7 +166,11 @@ def compare(pair: str, rows: int, length: int, args: argparse.Namespace) -> None
         compute = milliseconds(alone.step)
         del alone
         torch.cuda.empty_cache()
-        peer = Peer(kind, hparams, parts, args.masters)
+        peer: Peer | DeepSpeedPeer = (
+            DeepSpeedPeer(lambda: make_model(hparams, WithLoss), stage, parts)
+            if kind == "deepspeed"
+            else Peer(kind, hparams, parts, args.masters)
+        )
         peer_peak = peak_of(peer)
         return peer.step
 
@@ -170,7 +179,10 @@ def compare(pair: str, rows: int, length: int, args: argparse.Namespace) -> None
     pairs = StepInterleave(make_peer, block=block, pairs=args.pairs, fence=fence)
     batches = [{"input_ids": part} for part in mine] * pairs.steps
     loader = torch.utils.data.DataLoader(batches, batch_size=None, pin_memory=True)
-    strategy = ZeROStrategy(stage=stage, master_weights=args.masters, bucket_mb=args.bucket_mb)
+    strategy = ZeROStrategy(
+        stage=stage, master_weights=args.masters, bucket_mb=args.bucket_mb, keep_root=args.keep_root,
+        prefetch=args.prefetch,
+    )  # fmt: skip
     fit = trainer(world, pairs.steps, "bf16-true", strategy, [peak, pairs, told := Told(peak)])
     fit.accumulate_grad_batches = len(mine)
     told.peer = lambda: peer_peak
@@ -249,7 +261,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--microbatches", type=int, default=8, help="of a step, over all GPUs")
+    parser.add_argument("--keep-root", action="store_true", help="stage 3: see ZeROStrategy")
+    parser.add_argument("--prefetch", default="forward", choices=["none", "forward", "both"], help="see ZeROStrategy")
+    parser.add_argument("--offload", action="store_true", help="states 1.5 times the memory of one GPU")
+    zero_offload.add_arguments(parser)
     args = parser.parse_args()
+    if args.offload:
+        zero_offload.offload(args)
+        return
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     world = int(os.environ["WORLD_SIZE"])

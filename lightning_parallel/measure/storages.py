@@ -28,6 +28,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """
     if isinstance(tensor, Phantom) or tensor.is_meta:
         return
+    if (part := getattr(tensor, "ds_tensor", None)) is not None:  # of a parameter that DeepSpeed has divided
+        yield from storages_of(part)
     if is_traceable_wrapper_subclass(tensor):
         parts: Any = tensor
         for part in (getattr(tensor, name) for name in parts.__tensor_flatten__()[0]):

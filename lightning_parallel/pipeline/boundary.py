@@ -167,10 +167,7 @@ class Departure:
         try:
             self.forward.send_object((contract.values, contract.units, contract.is_void))
         except Exception as error:
-            raise PhantomError(
-                f"What the modules of stage {self.stage} return cannot be described to stage {self.stage + 1}: {error}."
-                " Return tensors, numbers, strings, None and tuples, lists or dicts of them."
-            ) from error
+            raise PhantomError(undescribable(self.stage, f"stage {self.stage + 1}", error)) from error
 
     def _check(self, run: StageRun, contract: Contract) -> None:
         assert run.outputs is not None
@@ -237,6 +234,14 @@ class Arrival:
         """Before a step: let go of what was sent before the last one."""
         _grow_old(self._contracts)
         self.backward.settle()
+
+
+def undescribable(stage: int, to: str, error: Exception) -> str:
+    """What a stage's units return does not pickle."""
+    return (
+        f"What the modules of stage {stage} return cannot be described to {to}: {error}. Return tensors, numbers,"
+        " strings, None and tuples, lists or dicts of them."
+    )
 
 
 def _grow_old(contracts: Mapping[Hashable, Contract]) -> None:

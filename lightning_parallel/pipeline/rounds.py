@@ -10,6 +10,7 @@ rounds but descriptions. Left out: a stage that needs what a later one made of i
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
+from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox, undescribable
 from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantom import Leaf, PhantomError
@@ -131,6 +132,10 @@ class Rounds:
             if run.is_last or not run.exits:
                 raise
             stopped = str(error)  # maybe behind all that other stages wait for
+        try:
+            pickle.dumps(run.record)
+        except Exception as error:
+            raise PhantomError(undescribable(seat.stage, "the other stages", error)) from error
         handed = {p: leaf for p, leaf in (run.outputs or {}).items() if isinstance(leaf, Tensor)}
         handed = handed if skips else {p: leaf for p, leaf in handed.items() if isinstance(p, int)}
         values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in handed.items()}

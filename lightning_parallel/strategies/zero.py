@@ -6,17 +6,19 @@ The one idea: the module trains as under DDP, step for step; what ranks divide i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,19 +26,31 @@ from lightning_parallel.failure.patience import Patience
 from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
 from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
+from lightning_parallel.trainer.loops import leave_inference_mode
+from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
+from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.bucket import Ranks
+from lightning_parallel.zero.compiled_names import clean_state_dicts
+from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.sharding import Prefetch
+from lightning_parallel.zero.shards import find_blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Engine = Literal["native", "fsdp2"]
-_ENGINES: dict[int, tuple[Engine, ...]] = {1: ("native",), 2: ("native", "fsdp2"), 3: ("fsdp2",)}
+Engine = Literal["native", "fsdp2", "deepspeed"]
+_ENGINES: dict[int, tuple[Engine, ...]] = {
+    1: ("native", "deepspeed"),
+    2: ("native", "fsdp2", "deepspeed"),
+    3: ("fsdp2", "deepspeed"),
+}
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -50,15 +64,28 @@ class ZeROStrategy(ZeROCheckpoints):
     Args:
         stage: 1 divides optimizer states, 2 gradients too, 3 parameters too.
         engine: "native" for stages 1 and 2, flat buckets of this library; "fsdp2" for stages 2 and 3, PyTorch's
-            `fully_shard`. Default is native where it can.
-        bucket_mb: native: megabytes of gradients that are reduced at a time.
+            `fully_shard`; "deepspeed" for all three (`pip install lightning-parallel[deepspeed]`). Default is native
+            where it can.
+        bucket_mb: native, deepspeed: megabytes of gradients that are reduced at a time.
         blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a
             container, or names of blocks.
+        keep_root: fsdp2, stage 3: keep what lies outside of blocks from forward to backward, which begins with it. A
+            gather of it less than the 3P of the paper; the peak is not higher.
+        prefetch: fsdp2, on GPUs: gather blocks ahead of their turn, beside what FSDP2 does by itself: "none", on the
+        way
+            "forward", or on "both".
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
         shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
             parts on every such group, between which gradients are averaged part by part. Default is all ranks.
-        offload: keep optimizer states (fsdp2: parameters and gradients too) in the host's memory, and update there.
+        offload: keep optimizer states (fsdp2: parameters and gradients too; deepspeed in stage 3: parameters too) in
+            the host's memory, and update there.
+        activation_checkpointing: from forward to backward keep the inputs of blocks alone, and compute the rest again:
+            True for `blocks="auto"`, or the name of a container, or names of blocks.
+        offload_checkpoints: with it, let these inputs wait in the host's memory. (What the paper partitions, P_a, are
+            inputs that tensor-parallel ranks hold alike; data-parallel ranks have one each.)
+        expandable_segments: on GPUs, ask PyTorch's allocator for segments that grow, so that memory does not fragment;
+            what `PYTORCH_ALLOC_CONF` says goes first.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
             is resumed from, whichever is set; every rank then reads all of it.
@@ -67,6 +94,7 @@ class ZeROStrategy(ZeROCheckpoints):
 
     Raises:
         ValueError: an argument is not as described.
+        ModuleNotFoundError: `engine="deepspeed"`, and DeepSpeed is not installed.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -83,9 +111,14 @@ class ZeROStrategy(ZeROCheckpoints):
         engine: Engine | None = None,
         bucket_mb: float = 32.0,
         blocks: str | Sequence[str] = "auto",
+        keep_root: bool = False,
+        prefetch: Prefetch = "forward",
         master_weights: bool = True,
         shard_size: int | None = None,
         offload: bool = False,
+        activation_checkpointing: bool | str | Sequence[str] = False,
+        offload_checkpoints: bool = False,
+        expandable_segments: bool = True,
         state_dict_type: Literal["full", "sharded"] = "full",
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",
@@ -98,11 +131,25 @@ class ZeROStrategy(ZeROCheckpoints):
         engines = _ENGINES[stage]
         engine = engine or engines[0]
         words = " or ".join(f'"{name}"' for name in engines)
-        switches = {"master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers}
+        switches = {
+            "master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers,
+            "expandable_segments": expandable_segments, "keep_root": keep_root,
+        }  # fmt: skip
         refuse_arguments(
             self,
             engine=(engine, engine in engines, f"{words} for stage {stage}"),
             blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
+            activation_checkpointing=(
+                activation_checkpointing,
+                isinstance(activation_checkpointing, (bool, str)) or all_are(activation_checkpointing, str),
+                "True, False, a name or names",
+            ),
+            offload_checkpoints=(
+                offload_checkpoints,
+                not offload_checkpoints or (offload_checkpoints is True and bool(activation_checkpointing)),
+                "True or False, and False without activation_checkpointing",
+            ),
+            prefetch=(prefetch, prefetch in get_args(Prefetch), '"none", "forward" or "both"'),
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
             shard_size=(
                 shard_size,
@@ -111,11 +158,21 @@ class ZeROStrategy(ZeROCheckpoints):
             ),
             **{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()},
         )
+        if engine == "deepspeed":
+            refuse_missing()
         self.shard_size = shard_size
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
         self.broadcast_buffers, self.blocks = broadcast_buffers, blocks
+        self.activation_checkpointing, self.offload_checkpoints = activation_checkpointing, offload_checkpoints
+        self.expandable_segments, self.keep_root, self.prefetch = expandable_segments, keep_root, prefetch
+        self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
+
+    @property
+    def control(self) -> Any:
+        """A process group for host tensors; it exists while a run does."""
+        return self._control
 
     def axes(self) -> Mapping[str, int]:
         return {"data": self.world_size}
@@ -130,20 +187,37 @@ class ZeROStrategy(ZeROCheckpoints):
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        self.ask_for_memory(self.root_device)
+        super().setup_environment()
+
+    def ask_for_memory(self, device: torch.device) -> None:
+        """Set the allocator of a device that has not started."""
+        if device.type == "cuda" and self.expandable_segments:
+            advice = ask_for_expandable_segments(os.environ, torch.cuda.is_initialized())
+            if advice is not None:
+                rank_zero_info(advice)
+
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.watch_signals(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        clean_state_dicts(self.lightning_module)
         self._engine = None
         self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()
+        if trainer.state.fn == TrainerFn.FITTING and self.activation_checkpointing:
+            self._checkpoints = self._checkpoint_blocks()
         if self.engine_name == "fsdp2":
             self._engine = self._shard(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+        elif self.engine_name == "deepspeed" and self.zero_stage == 3:
+            self._engine = make_engine(self, trainer, [])
         self.setup_precision_plugin()
+        _share_methods(self._lightning_optimizers)
         if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
             _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -159,6 +233,9 @@ class ZeROStrategy(ZeROCheckpoints):
                 control=self._control, waiting=self.blocked, agree=self._agree,
             )  # fmt: skip
             self._engine = NativeEngine(partition, self.broadcast_buffers)
+        elif self.engine_name == "deepspeed":
+            self._engine = make_engine(self, trainer, self.optimizers)
+            self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[assignment]
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin
@@ -194,14 +271,13 @@ class ZeROStrategy(ZeROCheckpoints):
                 'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
                 " process a part. Leave log_graph out, and log the graph in one process."
             )
-        loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-        for loop in [*loops, trainer.predict_loop]:
-            loop.inference_mode = False  # parameters that are gathered under it could not be trained
+        leave_inference_mode(trainer)
         # Under autocast operations choose their precision, as under DDP; parameters are gathered as they are.
         half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
         options = ShardOptions(
             self.zero_stage, self.blocks, compute=half, master=self.master_weights and half is not None,
-            offload=self.offload, whole_module=module.automatic_optimization,
+            offload=self.offload, keep_root=self.keep_root, prefetch=self.prefetch,
+            whole_module=module.automatic_optimization,
         )  # fmt: skip
         copies = model_copies(trainer, module)
         engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
@@ -211,6 +287,17 @@ class ZeROStrategy(ZeROCheckpoints):
         for copied in copies:
             hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
         return engine
+
+    def _checkpoint_blocks(self) -> ActivationCheckpoints:
+        assert self.lightning_module is not None
+        wanted = self.activation_checkpointing
+        blocks = find_blocks(self.lightning_module, "auto" if isinstance(wanted, bool) else wanted)
+        if not blocks:
+            raise ValueError(
+                f"{type(self).__name__}(activation_checkpointing=True) found no list of blocks in"
+                f" {type(self.lightning_module).__name__}. Name the blocks, or leave it out."
+            )
+        return ActivationCheckpoints(blocks, on_host(self.root_device) if self.offload_checkpoints else nullcontext)
 
     def _agree(self, what: str, names: Any) -> None:
         """Raise unless all ranks put the same parameters into a group."""
@@ -232,13 +319,16 @@ class ZeROStrategy(ZeROCheckpoints):
             self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
-        for replaced in ("clip_grad_by_norm", "clip_gradients"):
+        for replaced in ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
         if self._engine is not None and self.watch is not None and not failed:
             with self.blocked("the other ranks at the end of the run"):
                 self._engine.keep_states(self.optimizers)
                 self._engine.release()
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+            self._checkpoints = None
         super().teardown()
         self._control = None
         if failed or self.lightning_module is None:
@@ -276,3 +366,10 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
+
+
+def _share_methods(wrappers: Sequence[Any]) -> None:
+    """Lightning's wrappers of optimizers find methods in the class; an engine has put others on the object."""
+    for wrapper in wrappers:
+        own = vars(wrapper.optimizer)
+        vars(wrapper).update({name: own[name] for name in ("zero_grad", "add_param_group") if name in own})

@@ -18,9 +18,13 @@ from torch.optim import Optimizer
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
+from lightning_parallel.zero.compiled_names import clean_state_dicts
+from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
 from lightning_parallel.zero.full_shards import ShardedEngine
 from lightning_parallel.zero.native import MASTERS, NativeEngine
 from lightning_parallel.zero.state import whole_on_owners
+
+AnyEngine = NativeEngine | ShardedEngine | DeepSpeedEngine
 
 
 class ZeROCheckpoints(FileOrFolder):
@@ -32,11 +36,11 @@ class ZeROCheckpoints(FileOrFolder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._engine: NativeEngine | ShardedEngine | None = None
+        self._engine: AnyEngine | None = None
         self._masters: Mapping[str, Tensor] = {}  # 32-bit copies of a checkpoint, until there is an engine
 
     @property
-    def engine(self) -> NativeEngine | ShardedEngine:
+    def engine(self) -> AnyEngine:
         """What divides the model's states; it exists in `fit`, and after it for saving."""
         assert self._engine is not None, "the engine exists after setup"
         return self._engine
@@ -102,6 +106,7 @@ class ZeROCheckpoints(FileOrFolder):
         if self._engine is not None:
             self.engine.load_model_state(self.lightning_module, checkpoint, strict)
             return
+        clean_state_dicts(self.lightning_module)
         super().load_model_state_dict(checkpoint, strict)
         self._masters = checkpoint.get(MASTERS) or {k: v for k, v in checkpoint["state_dict"].items() if _is_wide(v)}
 

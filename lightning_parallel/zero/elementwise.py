@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-_KNOWN = (
+KNOWN = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
@@ -41,7 +41,7 @@ def refuse_optimizer(optimizer: Optimizer, who: str) -> None:
         >>> refuse_optimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1), "ZeROStrategy")
     """
     name = type(optimizer).__name__
-    if type(optimizer) in _KNOWN:
+    if type(optimizer) in KNOWN:
         return
     reason = _REASONS.get(name) if type(optimizer).__module__.startswith("torch.") else None
     reason = reason or _difference(optimizer)

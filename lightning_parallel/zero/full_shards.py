@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.gradient import joined_norm
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
-from lightning_parallel.zero.sharding import Sharding
+from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import (
     cut_like,
     find_blocks,
@@ -49,6 +50,9 @@ class ShardOptions:
         compute: the dtype in which blocks compute; None is the parameters' own.
         master: make parameters 32 bits wide before they are sharded.
         offload: keep shards, gradients and optimizer states in the host's memory.
+        keep_root: in stage 3 keep what lies outside of blocks from forward to backward, which needs it at once.
+        prefetch: on GPUs, which blocks' gathers are asked for ahead: "none" beside what FSDP2 does by itself, those of
+            the "forward", or "both" ways.
         whole_module: the module's steps are its forward; False shards its children as roots of their own, for steps
             that run backwards themselves.
     """
@@ -58,6 +62,8 @@ class ShardOptions:
     compute: torch.dtype | None = None
     master: bool = False
     offload: bool = False
+    keep_root: bool = False
+    prefetch: Prefetch = "forward"
     whole_module: bool = True
 
 
@@ -83,7 +89,7 @@ class ShardedEngine:
         copies: Sequence[nn.Module] = (),
     ) -> None:
         self.module, self.mesh, self.device, self.options, self.control = module, mesh, device, options, control
-        self.dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
         self.broadcast_buffers = True
         self._saved: dict[int, tuple[Any, Any]] = {}
         self._masters: dict[str, Any] = {}
@@ -107,7 +113,8 @@ class ShardedEngine:
             find_blocks(module, options.blocks),
             roots,
             methods=[name for name in STEPS if hasattr(module, name)],
-            prefetch=cuda,
+            prefetch=options.prefetch if cuda else "none",
+            of_roots={"reshard_after_forward": options.stage == 3 and not options.keep_root},
             mesh=self.mesh,
             reshard_after_forward=options.stage == 3,
             mp_policy=MixedPrecisionPolicy(param_dtype=options.compute),
@@ -208,7 +215,7 @@ class ShardedEngine:
         return {MASTERS: {name: fields["value"] for name, fields in join_pieces(parts).items()}}
 
     def _own_masters(self) -> dict[str, Any]:
-        named = self.module.named_parameters()
+        named = [(clean_name(name), parameter) for name, parameter in self.module.named_parameters()]
         wider = {name: p for name, p in named if isinstance(p, DTensor) and p.dtype != self.dtypes.get(name)}
         return {name: {"value": piece_of(p)} for name, p in wider.items()}
 
@@ -247,7 +254,7 @@ class ShardedEngine:
         for sharding in self._shardings:
             sharding.undo()
         for name, parameter in self.module.named_parameters():
-            parameter.data = parameter.data.to(self.dtypes.get(name, parameter.dtype))
+            parameter.data = parameter.data.to(self.dtypes.get(clean_name(name), parameter.dtype))
 
     def to_device(self) -> None:
         """What is not sharded (buffers, metrics) moves to the device."""
@@ -262,7 +269,8 @@ class ShardedEngine:
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
-        own = dict(self.module.named_parameters()) if self.options.master else {}
+        named = self.module.named_parameters() if self.options.master else ()
+        own = {clean_name(name): parameter for name, parameter in named}
         for name, value in masters.items():
             parameter = own.get(name)
             if isinstance(parameter, DTensor):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.collectives import broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.gradient import total_norm
 from lightning_parallel.zero.partition import Partition
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
@@ -161,7 +162,7 @@ class NativeEngine:
 
 def wider(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """What a state dict holds with more bits than the module: a sharded checkpoint saves 32-bit copies as weights."""
-    own = dict(module.named_parameters())
+    own = {clean_name(name): parameter for name, parameter in module.named_parameters()}
     return {
         name: value
         for name, value in state.items()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.bucket import Bucket, Ranks
 from lightning_parallel.zero.collectives import Traffic, broadcast_all, broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.layout import fill_buckets
 from lightning_parallel.zero.reducer import Reducer, Waiting
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -83,8 +84,8 @@ class Partition:
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
-        """The name of each of the module's parameters."""
-        return {parameter: name for name, parameter in self.module.named_parameters()}
+        """The name of each of the module's parameters, as it is saved."""
+        return {parameter: clean_name(name) for name, parameter in self.module.named_parameters()}
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """A parameter's name, in quotes."""

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.elementwise import KNOWN
 from lightning_parallel.zero.gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from lightning_parallel.zero.partition import Partition
 
 _WIDENED_BYTES = 128 << 20  # gradients that are made wider at a time
+_UPDATED_BYTES = 512 << 20  # of parameters that are updated at a time, while those before them are gathered
 
 
 class ShardedOptimizer:
@@ -109,14 +111,17 @@ class ShardedOptimizer:
         return result
 
     def _portions(self) -> Iterator[list[Bucket]]:
-        """Buckets to update at a time: all, or as many as may have their gradients made wider."""
-        buckets, portion, size = self.buckets, [], 0
+        """Buckets to update at a time: as many as may have their gradients made wider, or keep the device busy.
+
+        All at once for an optimizer that is not PyTorch's: it may count its steps in a group.
+        """
+        buckets, portion, share = self.buckets, [], 0.0
         for bucket in buckets:
             portion.append(bucket)
-            size += bucket.updated.nbytes if bucket.has_copy else 0
-            if size >= _WIDENED_BYTES:
+            share += bucket.updated.nbytes / (_WIDENED_BYTES if bucket.has_copy else _UPDATED_BYTES)
+            if share >= 1 and type(self.optimizer) in KNOWN:
                 yield portion
-                portion, size = [], 0
+                portion, share = [], 0.0
         if portion or not buckets:
             yield portion
 

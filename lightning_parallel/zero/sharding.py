@@ -6,28 +6,20 @@ so, and taken away at the end; so the same module may train again, on other rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from itertools import pairwise
-from typing import Any
+from types import MappingProxyType, MethodType
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.zero.footprints import Footprints
 
-@dataclass
-class _Before:
-    """What a module was: its class, the names in its dictionary, and the keys in each dictionary of hooks."""
-
-    kind: type
-    names: set[str]
-    hooks: dict[str, set[Any]]
-
-    @staticmethod
-    def of(module: nn.Module) -> _Before:
-        return _Before(type(module), set(vars(module)), {name: set(hooks) for name, hooks in _hooks(module).items()})
+Prefetch = Literal["none", "forward", "both"]
 
 
 class Sharding:
@@ -38,7 +30,8 @@ class Sharding:
         blocks: in the order in which a forward calls them.
         roots: the module itself, or those of its children that are called by themselves.
         methods: names of the module's methods that are called in place of its forward.
-        prefetch: gather a block while the one before it computes.
+        prefetch: gather a block while the one before it computes: in no way, on the way "forward" or on "both".
+        of_roots: options of `fully_shard` that are others for roots.
         **options: of `fully_shard`.
     """
 
@@ -48,39 +41,33 @@ class Sharding:
         blocks: Sequence[nn.Module],
         roots: Sequence[nn.Module],
         methods: Sequence[str] = (),
-        prefetch: bool = False,
+        prefetch: Prefetch = "none",
+        of_roots: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.module = module
-        before = {m: _Before.of(m) for m in module.modules()}
+        self._footprints = Footprints(module.modules())
         for part in [*blocks, *roots]:
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
                 kind = type(part)
-                fully_shard(part, **options)
+                fully_shard(part, **{**options, **(of_roots if any(part is root for root in roots) else {})})
                 type(part).__name__ = kind.__name__  # summaries and profilers show it
         if isinstance(module, FSDPModule):
-            for name in methods:
-                register_fsdp_forward_method(module, name)
-        if prefetch:
-            for block, following in pairwise(blocks):
-                block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-        self._added = {m: _added(m, was) for m, was in before.items()}
+            _gather_around(module, methods)
+        for block, following in pairwise(blocks) if prefetch != "none" else ():
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+            if prefetch == "both":
+                following.set_modules_to_backward_prefetch([block])  # type: ignore[operator]
+        self._footprints.noted()
 
     def undo(self) -> None:
         """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective."""
         whole = whole_parameters(self.module)
-        for module, (kind, names, hooks) in self._added.items():
-            for name in names:
-                vars(module).pop(name, None)
-            for name, keys in hooks.items():
-                for key in keys:
-                    _hooks(module)[name].pop(key, None)
+        for module in self._footprints.remove():
             _module_state_mapping.pop(module, None)
-            module.__class__ = kind
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
-        self._added = {}
 
 
 def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -93,10 +80,50 @@ def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     return found
 
 
-def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {name: value for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)}
+def _gather_around(module: Any, methods: Sequence[str]) -> None:
+    """Methods are forwards too, and a forward within one is a part of it.
+
+    To FSDP2 it would be a second one: what lies outside of blocks would be freed behind it, and gathered once more.
+    """
+    state = module._get_fsdp_state()
+    if not hasattr(state, "_cast_forward_inputs"):  # another version of PyTorch than the one that was read
+        for name in methods:
+            register_fsdp_forward_method(module, name)
+        return
+    inside = _Inside(module, state)
+    for name in methods:
+        setattr(module, name, MethodType(inside.around(getattr(module, name)), module))
 
 
-def _added(module: nn.Module, was: _Before) -> tuple[type, set[str], dict[str, set[Any]]]:
-    hooks = {name: set(keys) - was.hooks.get(name, set()) for name, keys in _hooks(module).items()}
-    return was.kind, set(vars(module)) - was.names, hooks
+class _Inside:
+    """Knows whether a method of a sharded module runs, and hooks its forward so that it then gathers nothing."""
+
+    def __init__(self, module: Any, state: Any) -> None:
+        self.module, self.state, self.runs = module, state, False
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method with a gather before it."""
+
+        @wraps(method)
+        def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.state._pre_forward(self.module, args, kwargs)
+            before, self.runs = self.runs, True
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                self.runs = before
+            return self.state._post_forward(self.module, args, output)
+
+        return run
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if self.runs:
+            return self.state._cast_forward_inputs(args, kwargs)
+        return self.state._pre_forward(module, args, kwargs)
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        return output if self.runs else self.state._post_forward(module, args, output)

@@ -39,3 +39,31 @@ def test_keys_are_clean_and_resume_works(tmp_path: Path, stage: int):
     assert list(torch.load(path, weights_only=False)["state_dict"]) == list(Classifier().state_dict())
     [resumed] = on_ranks([(Fit(Compiles, {"max_epochs": 4}, one_batch, resume=path), zero(stage))], 2)
     torch.testing.assert_close(resumed[0].weights, reference[0].weights)
+
+
+class Replaced(Classifier):
+    """What is in its place is another module, whose state dict has a level more."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self.net, "_orig_mod"):
+            self.net = torch.compile(self.net, backend="eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_compiled_module_that_is_assigned(tmp_path: Path, stage: int):
+    path, folder = tmp_path / "compiled.ckpt", tmp_path / "folder"
+    plain = Fit(Classifier, {"max_epochs": 4}, one_batch)
+    compiled = Fit(Replaced, {"max_epochs": 2}, one_batch, after=saves(path))
+    sharded = Fit(Replaced, {"max_epochs": 2}, one_batch, after=saves(folder))
+    jobs = [(plain, zero(stage)), (compiled, zero(stage)), (sharded, zero(stage, state_dict_type="sharded"))]
+    reference, _, _ = on_ranks(jobs, 2)
+    assert list(torch.load(path, weights_only=False)["state_dict"]) == list(Classifier().state_dict())
+    later = [
+        Fit(make, {"max_epochs": 4}, one_batch, resume=saved)
+        for saved in (path, folder)
+        for make in (Replaced, Classifier)
+    ]
+    for results in on_ranks([(run, zero(stage)) for run in later], 2):
+        assert torch.equal(results[0].losses, reference[0].losses[2:])

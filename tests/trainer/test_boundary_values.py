@@ -177,10 +177,11 @@ def references():
 
 
 @ASKS
+@pytest.mark.timeout(150)  # sixteen blocks are compiled
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_as_in_one_process(references, num_stages: int):
     torch._dynamo.reset()
-    for name, records in zip(SAME, many_on_stages(list(SAME.values()), num_stages), strict=True):
+    for name, records in zip(SAME, many_on_stages(list(SAME.values()), num_stages, timeout=120.0), strict=True):
         try:
             assert_same(records, references[name], EXACT, EXACT)
         except AssertionError as error:

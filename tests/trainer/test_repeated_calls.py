@@ -46,6 +46,16 @@ class RDrop(Classifier):
         return F.cross_entropy(a, y) + F.cross_entropy(b, y) + alike
 
 
+class SharedActivation(RDrop):
+    """One module without parameters at several places of the chain, and some before all that have any."""
+
+    def __init__(self) -> None:
+        Classifier.__init__(self, nn.Identity())
+        act = nn.Tanh()
+        layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), act)]
+        self.net = nn.Sequential(nn.Flatten(), nn.Softsign(), *layers, nn.Softsign(), nn.Linear(WIDTH, CLASSES))
+
+
 class RDropDrops(RDrop):
     rate = 0.3
 
@@ -158,6 +168,7 @@ SAME = {
     "R-Drop, blocks recomputed": Case(RDrop, row_loader, {"recompute": "block"}, **QUIET),
     "R-Drop, gpipe, other shapes": Case(RDrop, lambda: row_loader((8, 6, 5)), {"schedule": "gpipe"}, **QUIET),
     "R-Drop in bf16": Case(RDrop, row_loader, {}, {"precision": "bf16-mixed"}, **QUIET),
+    "R-Drop, an activation shared": Case(SharedActivation, row_loader, {"partition": "count"}, **QUIET),
     "SimCLR": Case(SimCLR, row_loader, ONE),
     "SimCLR with BatchNorm": Case(NormedSimCLR, row_loader, ONE, {"max_epochs": 2}),
     "the first half twice": Case(Halves, row_loader),
@@ -373,6 +384,23 @@ class WritesBehind(Mlp):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(-x), y)
 
 
+class Says(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), lambda: None
+
+
+class SaysTooMuch(Mlp):
+    """The last stage returns what other stages, which go on behind it, cannot be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc4 = Says(8, CLASSES)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x)[0], y) + F.cross_entropy(self(-x)[0], y)
+
+
 class OnceAndThenTwice(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -394,6 +422,7 @@ REFUSED = [
         {},
         "Here it does so between calls of the model, all of which a stage makes before later stages run",
     ),
+    (SaysTooMuch, CUT, "What the modules of stage 1 return cannot be described to the other stages: "),
     (WritesBehind, CUT, "The step writes into an argument of `fc3` after it called it, and before it calls it again:"),
     (OnceAndThenTwice, {}, "Module `net.0` (stage 0) is called again in one step, and stage 0 has ended by then. Call"),
     (TwiceAndThenOnce, {}, "the first block of stage 1, as often as before (1 times, not 2). A step must call every"),

@@ -131,3 +131,12 @@ def test_accumulation_moves_nothing_more_in_stage_1(stage: int, moved: int):
     values, _, _, parameters = results[0].extra
     assert values["parallel/communication_moved"] == moved * 2 * parameters
     assert values["parallel/communication_moved_formula"] == moved * 2 * parameters
+
+
+def test_a_root_that_is_kept_is_gathered_once_less():
+    jobs = [(run(*MODELS["even"]), zero(3, keep_root=keep)) for keep in (False, True)]
+    freed, kept = ([result.extra for result in results] for results in on_ranks(jobs, 2))
+    outside = sum(p.numel() for name, p in Even().named_parameters() if "blocks" not in name)
+    moved = [answers[0][0]["parallel/communication_moved"] for answers in (freed, kept)]
+    assert moved[0] - moved[1] == 2 * outside
+    assert kept[0][0]["parallel/memory_parameters"] == freed[0][0]["parallel/memory_parameters"]

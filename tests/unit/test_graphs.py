@@ -81,3 +81,42 @@ def test_calls_are_told_apart_by_the_places_and_the_kinds_of_their_arguments():
     keys = [BlockGraphs._key(leaves) for leaves in calls]
     assert len(set(keys)) == len(calls)
     assert BlockGraphs._key([torch.zeros(1, 2), 1]) == keys[0]
+
+
+class Slot:
+    """What a call gets, where there is no device to capture on."""
+
+    differentiable, outputs = (True,), (torch.ones(1, 2),)
+
+    def __init__(self, free: list) -> None:
+        self.free = free
+
+    def refuse_other(self, tensors) -> None: ...
+
+    def run(self, tensors) -> None: ...
+
+    def packed(self, outputs):
+        return outputs[0]
+
+    def release(self) -> None:
+        self.free.append(self)
+
+
+class Lending(BlockGraphs):
+    """Counts its captures."""
+
+    captures = 0
+
+    def _capture(self, work, leaves, spec, free):
+        self.captures += 1
+        return Slot(free)
+
+
+def test_calls_of_one_step_take_slots_of_their_own_and_the_next_step_takes_them_again():
+    shared = SharedGraphs(CPU)
+    shared.end(training=True)
+    graphs = Lending("net.0", nn.Linear(2, 2), shared, sends_gradients=False)
+    for _ in range(2):
+        call(graphs, X), call(graphs, X)
+        assert graphs.captures == len(shared.lent) == 2
+        shared.end(training=True)

@@ -157,6 +157,24 @@ ZERO_3: dict[str, Any] = {
         "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
     },
 }
+# DeepSpeed holds gradients for itself, for one optimizer with all its groups, and drops them with every step.
+DEEPSPEED: dict[str, Any] = {
+    **ZERO,
+    "options": {"engine": "deepspeed", "bucket_mb": 1e-4},
+    "refuses": {
+        **ZERO["refuses"],
+        "norms_of_all_gradients": "reads a gradient that DeepSpeed holds for itself.",
+        "clipping_without_lightning": "reads a gradient that DeepSpeed holds for itself.",
+    },
+    # 64 bits, gradients that hooks read, change or keep over steps, groups that are added, and layers that are frozen
+    # as training goes: test_zero_deepspeed.py. States of bf16 parameters have 32 bits.
+    "without": [
+        "double_precision", "clipped_by_value", "clipping_of_ones_own", "gradients_changed_in_hooks",
+        "zero_grad_of_ones_own", "finetuning", "backbone_finetuning", "frozen_layers", "true_bf16",
+    ],
+    "label": " by DeepSpeed",
+}  # fmt: skip
+DEEPSPEED_3: dict[str, Any] = {**DEEPSPEED, "without": [*DEEPSPEED["without"], "ema", "summary_with_an_example_input"]}
 # Two stages on each of two ranks.
 IN_FOUR: dict[str, Any] = {
     **PIPELINE,
@@ -211,6 +229,8 @@ STRATEGIES = (
     Entry("zero_1", 2, **ZERO, core=True, slow=True),
     Entry("zero_2", 2, **ZERO, slow=True, label=", all scenarios"),
     Entry("zero_3", 2, **ZERO_3, core=True, slow=True),
+    Entry("zero_2", 2, **DEEPSPEED, slow=True),
+    Entry("zero_3", 2, **DEEPSPEED_3, core=True, slow=True),
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),

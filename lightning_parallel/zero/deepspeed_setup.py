@@ -1,0 +1,128 @@
+"""What DeepSpeed needs to run in a process that other code has set up: its import, its configuration, its globals.
+
+The one idea: DeepSpeed decides at import and at its first group what kind of process it is in. So that is told it
+before each, and forgotten behind a run, in order that the next may be another. Left out: whatever
+`deepspeed.initialize` does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_PERSISTENT = 100_000  # elements: stage 3 keeps smaller parameters whole, unless buckets are small themselves
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions:
+    """How to divide.
+
+    Args:
+        stage: 1, 2 or 3.
+        bucket_bytes: of the gradients that are reduced at a time.
+        dtype: of parameters.
+        offload: keep optimizer states (stage 3: parameters too) in the host's memory.
+    """
+
+    stage: int = 2
+    bucket_bytes: int = 32 << 20
+    dtype: torch.dtype = torch.float32
+    offload: bool = False
+
+    def configuration(self, device: torch.device) -> dict[str, Any]:
+        """DeepSpeed's own configuration.
+
+        The caller owns the step: gradients accumulate until the optimizer's step is called, and nobody divides them.
+        Stages 1 and 2 reduce and scatter rather than all-reduce, so that they move 2P as in the paper.
+
+        Example:
+            >>> DeepSpeedOptions(stage=1).configuration(torch.device("cpu"))["zero_optimization"]["stage"]
+            1
+        """
+        elements = max(1, self.bucket_bytes // self.dtype.itemsize)
+        cuda = device.type == "cuda"
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": elements,
+            "allgather_bucket_size": elements,
+            "overlap_comm": cuda and self.stage > 1,
+            "use_multi_rank_bucket_allreduce": False,
+            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for good
+            "stage3_prefetch_bucket_size": elements,
+            "stage3_param_persistence_threshold": min(_PERSISTENT, elements // 80),
+        }
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+            if self.stage == 3:
+                zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "managed_gradient_accumulation": False,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "zero_optimization": zero,
+            "steps_per_print": 1 << 60,
+        }
+
+
+def refuse_missing() -> None:
+    """Raise if DeepSpeed is not there; it is not imported.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ModuleNotFoundError("deepspeed is not installed: pip install lightning-parallel[deepspeed]")
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """The package, told on what device this process computes.
+
+    Args:
+        device: without it DeepSpeed takes a GPU where there is one, whatever the Trainer computes on.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    refuse_missing()
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets another
+    if device.type == "cpu":
+        import deepspeed.ops
+
+        # Compiled at every first start, and used by its inference alone.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping[str, int]) -> None:
+    """Let DeepSpeed use the process groups that are open.
+
+    Args:
+        deepspeed: the package.
+        device: on which this process computes.
+        rank: RANK, LOCAL_RANK and WORLD_SIZE, which DeepSpeed reads from the environment.
+    """
+    os.environ.update({name: str(value) for name, value in rank.items()})
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, dist_init_required=True)
+
+
+def forget_groups() -> None:
+    """Behind a run: DeepSpeed keeps groups of processes in globals, and they are closed now."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups._release_process_group_references(group=None)

@@ -1,0 +1,129 @@
+"""Where DeepSpeed keeps a parameter's states: this rank's fragment of each, in one way of speaking for all stages.
+
+The one idea: in every stage the optimizer updates flat vectors of 32 bits, and a parameter's elements that this rank
+owns lie in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements), and is
+read and written as a piece of one process's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.zero.state import Piece
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """This rank's elements of one parameter.
+
+    Args:
+        flat: the vector that the optimizer updates.
+        offset: where in it they begin.
+        begin: the first of them, in the flattened parameter.
+        numel: how many there are.
+        shape: of the whole parameter.
+    """
+
+    flat: Tensor
+    offset: int
+    begin: int
+    numel: int
+    shape: torch.Size
+
+    def of(self, vector: Tensor) -> Tensor:
+        """The elements in a vector of the same layout."""
+        return vector.detach()[self.offset : self.offset + self.numel]
+
+    def piece(self, vector: Tensor) -> Piece:
+        """They as a piece of the whole, on the host."""
+        return Piece(self.begin, self.of(vector).cpu().clone(), self.shape)
+
+    def write(self, vector: Tensor, whole: Tensor) -> None:
+        """Take them from a whole tensor."""
+        self.of(vector).copy_(whole.flatten()[self.begin : self.begin + self.numel])
+
+
+def find_fragments(optimizer: Any, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Fragment]:
+    """The fragments that this rank owns.
+
+    Args:
+        optimizer: DeepSpeed's, of any stage.
+        parameters: that train.
+    """
+    find = _of_whole if hasattr(optimizer, "single_partition_of_fp32_groups") else _of_sharded
+    found = ((parameter, find(optimizer, parameter)) for parameter in parameters)
+    return {parameter: fragment for parameter, fragment in found if fragment is not None}
+
+
+def flat_vectors(optimizer: Any) -> list[Tensor]:
+    """All vectors that this rank's optimizer updates."""
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return list(optimizer.single_partition_of_fp32_groups)
+    return list(optimizer.fp32_partitioned_groups_flat)
+
+
+def _of_whole(optimizer: Any, parameter: nn.Parameter) -> Fragment | None:
+    """Stages 1 and 2: the parameter is whole, and a part of it may lie in this rank's vector."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+    own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Fragment(flat, own.start, whole.start, own.numel, parameter.shape)
+
+
+def _of_sharded(optimizer: Any, parameter: nn.Parameter) -> Fragment | None:
+    """Stage 3: every rank has as many elements; the last ones may be padding."""
+    number, offset, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    begin = part * optimizer._get_param_partition_rank(parameter)
+    numel = min(part, parameter.ds_numel - begin)  # type: ignore[attr-defined]
+    if numel <= 0:
+        return None
+    flat = optimizer.fp32_partitioned_groups_flat[number]
+    return Fragment(flat, offset, begin, numel, parameter.ds_shape)  # type: ignore[attr-defined]
+
+
+def sharded_piece(parameter: Any, rank: int) -> Piece | None:
+    """Stage 3: this rank's elements of a parameter in its own dtype, which need not train."""
+    part = parameter.ds_tensor.ds_numel
+    begin = part * rank
+    numel = min(part, parameter.ds_numel - begin)
+    if numel <= 0:
+        return None
+    return Piece(begin, parameter.ds_tensor.detach()[:numel].cpu().clone(), parameter.ds_shape)
+
+
+def pieces_of(optimizer: Optimizer, numbered: Mapping[int, Fragment]) -> dict[int, dict[str, Any]]:
+    """This rank's part of an optimizer's state: by number of the parameter, by field."""
+    return {
+        number: {name: _piece(value, fragment) for name, value in optimizer.state[fragment.flat].items()}
+        for number, fragment in numbered.items()
+        if optimizer.state.get(fragment.flat)
+    }
+
+
+def write_states(optimizer: Optimizer, numbered: Mapping[int, Fragment], states: Mapping[int, Any]) -> None:
+    """Take this rank's part of a one-process optimizer's states."""
+    for number, fragment in numbered.items():
+        for name, value in states.get(number, {}).items():
+            own = optimizer.state.setdefault(fragment.flat, {})
+            if not _by_element(name, value, fragment.shape):
+                own[name] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            fragment.write(own.setdefault(name, torch.zeros_like(fragment.flat).detach()), value)
+
+
+def _piece(value: Any, fragment: Fragment) -> Any:
+    if isinstance(value, Tensor) and value.shape == fragment.flat.shape:
+        return fragment.piece(value)
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _by_element(name: str, value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and name != "step" and value.shape == shape

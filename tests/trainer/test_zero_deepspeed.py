@@ -1,0 +1,222 @@
+"""Runs with DeepSpeed as the engine are those under DDP, and none of what it does otherwise by itself is inherited."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.strategies import ZeROStrategy
+from lightning_parallel.zero.accounting import bytes_by_kind
+from tests.trainer.modules import Classifier, row_dataset
+from tests.trainer.pipelines import BF16
+from tests.trainer.test_zero import ROUNDED, RUNS, Gan, LogsUnderSgd
+from tests.trainer.test_zero_checkpoints import Model, Small, assert_like, evaluates, run, saves
+from tests.trainer.test_zero_measured import MODELS
+from tests.trainer.test_zero_measured import run as measured_run
+from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+
+def deepspeed(stage: int, **options: Any) -> Any:
+    return zero(stage, engine="deepspeed", **options)
+
+
+class ByHand(Classifier):
+    """Two backwards a step, and a clip of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+        return loss
+
+
+FITS = {
+    "accumulated and clipped": Fit(
+        LogsUnderSgd, {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    ),
+    "by hand": Fit(ByHand, {"max_epochs": 1}, lambda: row_dataset(48, 4)),
+}
+EVERY = {**FITS, **{name: RUNS[name] for name in ("everything logged", "bf16-mixed")}}
+
+
+def assert_as_under_ddp(theirs: list[Result], ours: list[Result]) -> None:
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b.losses, a.losses, **ROUNDED)
+        torch.testing.assert_close(b.metrics, a.metrics, **ROUNDED)
+    torch.testing.assert_close(ours[0].weights, theirs[0].weights, **ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["accumulated and clipped", pytest.param("by hand", marks=pytest.mark.slow)])
+def test_stage_2_as_under_ddp(name: str):
+    """SGD shows what Adam hides: gradients that are divided by the number of batches once too often."""
+    theirs, ours = on_ranks([(FITS[name], ddp()), (FITS[name], deepspeed(2))], 2)
+    assert_as_under_ddp(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_stage_as_under_ddp(name: str):
+    jobs = [(EVERY[name], deepspeed(stage, offload=offload)) for stage in STAGES for offload in (False, True)]
+    theirs, *ours = on_ranks([(EVERY[name], ddp()), *jobs], 2, timeout=110.0)
+    for results in ours:
+        assert_as_under_ddp(theirs, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_parameters_with_copies_of_32_bits(stage: int):
+    options = {"max_epochs": 1, "precision": "bf16-true", "gradient_clip_val": 0.1}
+    theirs, ours = on_ranks([(Fit(Classifier, options), zero(2)), (Fit(Classifier, options), deepspeed(stage))], 2)
+    torch.testing.assert_close(ours[0].losses, theirs[0].losses, **BF16)
+    torch.testing.assert_close(ours[0].weights, theirs[0].weights, **BF16)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Result:
+    return fit(run(4, make=Trained), "auto", 1)
+
+
+class Trained(Model):
+    """Frozen and tied layers, buffers, two groups, a scheduler; every layer is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.never
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result, stage: int):
+    file, folder = tmp_path / "two.ckpt", tmp_path / "two"
+    jobs = [(run(2, saves(file), make=Trained), deepspeed(stage))]
+    jobs.append((run(2, saves(folder), make=Trained), deepspeed(stage, state_dict_type="sharded")))
+    on_ranks(jobs, 2, timeout=110.0)
+    assert_like([fit(run(4, resume=file, make=Trained), "auto", 1)], uninterrupted, slice(2, None))
+    jobs = [(run(4, resume=file, make=Trained), deepspeed(stage)), (run(4, resume=folder, make=Trained), zero(1))]
+    jobs.append((run(4, resume=folder, make=Trained), deepspeed(4 - stage)))
+    for results in on_ranks(jobs, 4, timeout=110.0):
+        assert_like(results, uninterrupted, slice(2, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupted: Result, stage: int):
+    fit(run(2, saves(tmp_path / "one.ckpt"), make=Trained), "auto", 1)
+    half = {"precision": "bf16-true", "make": Small}
+    jobs = [
+        (run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage)),
+        (run(4, **half), deepspeed(stage)),
+        (run(2, saves(tmp_path / "half.ckpt"), **half), deepspeed(stage)),
+        (run(4, resume=tmp_path / "half.ckpt", **half), deepspeed(stage)),
+    ]
+    resumed, whole, _, halves = on_ranks(jobs, 2)
+    assert_like(resumed, uninterrupted, slice(2, None))
+    assert all(torch.equal(halves[0].weights[name], value) for name, value in whole[0].weights.items())
+
+
+class WithATest(Trained):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_after_validate_and_tested(tmp_path: Path, stage: int):
+    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithATest), "auto", 1)
+    [results] = on_ranks([(run(2, evaluates(tmp_path / "two.ckpt"), make=WithATest), deepspeed(stage))], 2)
+    for result in results:
+        torch.testing.assert_close(result.extra, reference.extra, **ROUNDED)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_are_the_formula_s_to_the_byte(stage: int):
+    [results] = on_ranks([(measured_run(*MODELS["even"]), deepspeed(stage))], 2)
+    values, _, _, parameters = results[0].extra
+    formula = bytes_by_kind(stage, 2)
+    for kind in ("parameters", "optimizer"):
+        assert values[f"parallel/memory_{kind}_formula"] == float(parameters * formula[kind])
+        for rank in range(2):
+            held = values[f"parallel/memory_{kind}/rank_{rank}"]
+            assert held == values[f"parallel/memory_{kind}_expected/rank_{rank}"], (kind, rank)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Norms(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.net[0].weight.grad.norm())
+
+
+class Frozen(Classifier):
+    def configure_optimizers(self) -> Any:
+        frozen = [p.requires_grad_(False) for p in self.net[0].parameters()]
+        return torch.optim.SGD([{"params": self.net[2:].parameters()}, {"params": frozen}], lr=0.1)
+
+
+class FrozenLater(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx < 2)
+
+
+class Adds(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+class Adagrad(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (Norms, {}, "reads a gradient that DeepSpeed holds for itself. Clip with self.clip_gradients(...) or"),
+        (Gan, {}, "got 2 optimizers, and DeepSpeed divides the states of one."),
+        (Frozen, {}, "nothing in group 1 of SGD requires a gradient, and DeepSpeed divides every group. Leave frozen"),
+        (
+            FrozenLater,
+            {},
+            "parameters were frozen or unfrozen while training runs, and DeepSpeed goes on with those of",
+        ),
+        (Adds, {}, "cannot add a parameter group while training runs: DeepSpeed has divided the others already."),
+        (Adagrad, {}, "got Adagrad, in whose place DeepSpeed makes another with one group."),
+        (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm alone"),
+        (Classifier, {"precision": "16-true"}, "runs with precision="),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_refused_in_words(make: Any, options: Any, text: str):
+    with pytest.raises(Exception) as caught:
+        on_ranks([(Fit(make, {"max_epochs": 1, "limit_val_batches": 0, **options}), deepspeed(2))], 2)
+    assert text in str(caught.value)
+
+
+def test_deepspeed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-parallel\[deepspeed\]"):
+        ZeROStrategy(stage=2, engine="deepspeed")
