@@ -27,7 +27,6 @@ from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.hub import SERVE
-from lightning_parallel.trainer.launchers import make_launcher
 from lightning_parallel.trainer.line import Line, first_of
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
@@ -39,7 +38,6 @@ from lightning_parallel.trainer.shared_values import (
     running_statistics,
 )
 from lightning_parallel.trainer.versions import Versions
-from lightning_parallel.trainer.worker_launcher import WorkerLauncher
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -145,6 +143,9 @@ class ParameterServerStrategy(MeshStrategy):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.worker_launcher import WorkerLauncher
+
         environment = self.cluster_environment
         if self.start_method == "popen" or (environment is not None and environment.creates_processes_externally):
             self._launcher = make_launcher(self)
