@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel._register import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_parallel.callbacks import BubbleMonitor, CommunicationMonitor, MemoryMonitor, TimelineExporter
+    from lightning_parallel.callbacks import (
+        BubbleMonitor,
+        CommunicationMonitor,
+        MemoryMonitor,
+        StalenessMonitor,
+        TimelineExporter,
+    )
     from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import PipelineStrategy, ZeROStrategy
+    from lightning_parallel.strategies import ParameterServerStrategy, PipelineStrategy, ZeROStrategy
+    from lightning_parallel.trainer.staleness_metric import Staleness
 
 __version__ = "0.1.0.dev0"
 
@@ -27,9 +34,12 @@ _HOMES = {
     "CommunicationMonitor": "callbacks",
     "Costs": "pipeline.simulator",
     "MemoryMonitor": "callbacks",
+    "ParameterServerStrategy": "strategies",
     "PipelineStrategy": "strategies",
     "Schedule": "pipeline.schedule",
     "StageError": "errors",
+    "Staleness": "trainer.staleness_metric",
+    "StalenessMonitor": "callbacks",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
     "ZeROStrategy": "strategies",
@@ -44,9 +54,12 @@ __all__ = [
     "CommunicationMonitor",
     "Costs",
     "MemoryMonitor",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "Schedule",
     "StageError",
+    "Staleness",
+    "StalenessMonitor",
     "Timeline",
     "TimelineExporter",
     "ZeROStrategy",

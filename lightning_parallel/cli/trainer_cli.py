@@ -18,6 +18,9 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import callbacks, demo, strategies
 from lightning_parallel.cli.warnings import ignore_third_party_warnings
+from lightning_parallel.server.consistency import Consistency
+from lightning_parallel.server.filters import Precision, Selector
+from lightning_parallel.server.updates import Update
 
 
 class StrategyName(str):
@@ -57,12 +60,22 @@ def run(arguments: list[str]) -> int:
         type_check=lambda value, _: _is_strategy_name(value),
         fail_already_registered=False,
     )
+    _let_rules_be_chosen()
     argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         LightningCLI(trainer_class=_Trainer, parser_class=_Parser, save_config_kwargs={"overwrite": True})
     finally:
         sys.argv = argv
     return 0
+
+
+def _let_rules_be_chosen() -> None:
+    """Dataclasses of the parameter server may be given as one of their subclasses; older parsers need no telling."""
+    import jsonargparse
+
+    tell = getattr(jsonargparse, "set_parsing_settings", None)
+    if tell is not None and "subclasses_enabled" in inspect.signature(tell).parameters:
+        tell(subclasses_enabled=[Update, Consistency, Precision, Selector])
 
 
 # A plain text, so that it prints as one in YAML.

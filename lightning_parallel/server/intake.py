@@ -153,10 +153,15 @@ class Intake:
         if not ready:
             return None
         if self.rules.consistency.gathers:
-            return self._clock(ready)
+            return self._ticks(ready) or self._clock(ready)
         full = len(ready) >= self.rules.aggregate or {push.worker for push in ready} >= set(self.part.clocks)
         late = now >= self.since + self.rules.flush_after
         return ready[: self.rules.aggregate] if full or late or self.at else None
+
+    def _ticks(self, ready: Sequence[Push]) -> list[Push]:
+        """Pushes without values that nothing of their worker comes before: nobody has to wait for them."""
+        next_of = {push.worker: push for push in reversed(ready)}
+        return [push for push in next_of.values() if push.values is None]
 
     def _clock(self, ready: Sequence[Push]) -> list[Push] | None:
         """The pushes of the next clock in the order of workers, once every active worker has made its own."""

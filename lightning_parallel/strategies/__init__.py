@@ -2,7 +2,8 @@
 
 from lightning_parallel.strategies import registry  # noqa: F401  (registers the strings)
 from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.strategies.parameter_server import ParameterServerStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.zero import ZeROStrategy
 
-__all__ = ["MeshStrategy", "PipelineStrategy", "ZeROStrategy"]
+__all__ = ["MeshStrategy", "ParameterServerStrategy", "PipelineStrategy", "ZeROStrategy"]

@@ -57,7 +57,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         with self._port():
             states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
             job = (self, trainer, function, args, kwargs, states)
-            children = RankProcesses(self._start_method, self._strategy.num_processes, _rank_main, job)
+            children = self._start(job)
         self.procs = children.processes
         try:
             with children.forwarded_sigterm():
@@ -65,6 +65,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         finally:
             children.end()
         return output if trainer is None else self._take_back(output, trainer)
+
+    def _start(self, job: tuple) -> RankProcesses:
+        return RankProcesses(self._start_method, self._strategy.num_processes, _rank_main, job)
 
     def joined(self, watch: Watch) -> None:
         """The ranks are connected. (Their parent sees by itself how each of them ends.)"""

@@ -39,6 +39,8 @@ class RankProcesses:
         job: further arguments.
     """
 
+    duplex = False  # whether processes hear something, too
+
     def __init__(self, start_method: str, count: int, main: Callable[..., None], job: tuple) -> None:
         context: Any = mp.get_context(start_method)
         self.processes: list[Any] = []
@@ -49,7 +51,7 @@ class RankProcesses:
         self._given_up: set[int] = set()
         try:
             for rank in range(count):
-                ours, theirs = context.Pipe(duplex=False)
+                ours, theirs = context.Pipe(self.duplex)
                 process = context.Process(target=main, args=(rank, *job, theirs), daemon=False)
                 process.start()
                 theirs.close()

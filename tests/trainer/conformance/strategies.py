@@ -194,6 +194,32 @@ COPIES: dict[str, Any] = {
     "without": ["outside_steps"],  # counts the rows of all copies
     "label": " in 2 copies",
 }
+# Both workers get all rows, and the mean of a clock's pushes is one process's gradient.
+SERVERS: dict[str, Any] = {
+    "options": {"lease": 30.0},
+    "trainer": {"use_distributed_sampler": False},
+    "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
+    "refuses": {
+        "optimizer_that_runs_its_closure_again": (
+            "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS. Let each worker run it, with"
+            ' ParameterServerStrategy(update="worker"): servers then add what it changed.'
+        ),
+        # Lightning's own words, under any of several ranks.
+        "step_on_an_iterator": "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)`",
+        "step_that_returns_none": "Skipping the `training_step` by returning None in distributed training is not",
+        "batch_size_finder": "Tuning the batch size is currently not supported with distributed strategies.",
+    },
+    # A momentum that is scheduled, 64 bits, parameters that are added or frozen in the run: refused, see
+    # test_parameter_server.py. With 16-bit weights the servers have 32-bit copies, which one process has not.
+    "without": [
+        "schedules_and_their_monitor",
+        "double_precision",
+        "finetuning",
+        "backbone_finetuning",
+        "frozen_layers",
+        "true_bf16",
+    ],
+}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
     Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
@@ -208,6 +234,8 @@ STRATEGIES = (
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
+    Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
+    Entry("parameter_server", 2, **SERVERS, slow=True, label=", all scenarios"),
     Entry("pipeline_chimera", 2, **BOTH_WAYS, slow=True, label=", all scenarios"),
     Entry("pipeline_gems", 2, **BOTH_WAYS, core=True, slow=True),
     Entry("pipeline_dualpipe", 2, **BOTH_WAYS, core=True, slow=True),

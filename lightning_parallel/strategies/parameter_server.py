@@ -1,0 +1,321 @@
+"""`ParameterServerStrategy`: weights and optimizer on servers, workers that wait for each other as little as wanted.
+
+The one idea: no default process group, since with one Lightning waits for rank 0 before every batch. A worker meets the
+others at the hub (`Line`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to servers alone
+(`ServerWorker`). Left out: several hosts.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.server.consistency import Consistency
+from lightning_parallel.server.filters import Precision, Selector
+from lightning_parallel.server.from_torch import optimizer_state
+from lightning_parallel.server.names import gap_bound, rule_of
+from lightning_parallel.server.updates import Update
+from lightning_parallel.strategies.arguments import is_count, refuse_arguments
+from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.strategies.checkpoints import unwrapped
+from lightning_parallel.trainer.external_hub import ExternalHub
+from lightning_parallel.trainer.hub import SERVE
+from lightning_parallel.trainer.line import Line, first_of
+from lightning_parallel.trainer.server_plan import Plan, Wishes
+from lightning_parallel.trainer.server_worker import ServerWorker
+from lightning_parallel.trainer.shared_values import (
+    Gather,
+    average_into,
+    combined,
+    connect_metrics,
+    running_statistics,
+)
+from lightning_parallel.trainer.versions import Versions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies.strategy import TBroadcast
+
+# Hooks within a step, in which no worker waits for another.
+_IN_STEP = {
+    "training_step", "optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device",
+}  # fmt: skip
+
+
+class ParameterServerStrategy(MeshStrategy):
+    """Data parallelism through parameter servers, synchronous or as stale as wanted.
+
+    Every worker trains on its own rows, pushes its gradients to the servers and reads weights back. The servers make
+    the steps of the module's own optimizer (SGD, Adagrad, Adam, AdamW, with any groups); a push is divided by the
+    number of workers, so that any number has the learning rate of one. With "bsp" a step is DistributedDataParallel's.
+
+    Args:
+        consistency: "bsp": a step is all workers' together. "ssp": at a read no worker is more than ``staleness`` steps
+            ahead of the slowest; "essp": the same, and servers send weights unasked; "bounded_delay": the same, and a
+            read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. Or a rule of
+            `lightning_parallel.server.consistency`.
+        staleness: see `lightning_parallel.server.names.rule_of`.
+        num_servers: server processes on this host.
+        replication: servers that hold a piece of the weights; one less may die at a time.
+        update: "server"; "worker": each worker runs the optimizer itself, whichever it is, and servers add what it
+            changed, divided by the number of workers; or an update of `lightning_parallel.server.updates`, with its own
+            learning rate.
+        filters: what pushes go through: selectors and at most one number format of `lightning_parallel.server.filters`.
+        n_push: "async" and "downpour": steps whose gradients are added up for one push.
+        n_fetch: "async" and "downpour": steps from read to read; in between a worker follows its own gradients.
+        scale: "mean" divides pushes by the number of workers, "sum" does not.
+        lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
+        start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
+        **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
+
+    Raises:
+        ValueError: an argument is not as described.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = ParameterServerStrategy("ssp", staleness=3)
+        >>> trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy)  # doctest: +SKIP
+
+    Source:
+        Ho et al., NIPS 2013 (SSP); Dean et al., NIPS 2012 (Downpour); Li et al., OSDI 2014 (servers, bounded delay).
+    """
+
+    def __init__(
+        self,
+        consistency: str | Consistency = "bsp",
+        staleness: int | None = None,
+        num_servers: int = 1,
+        replication: int = 1,
+        update: Literal["server", "worker"] | Update = "server",
+        filters: Sequence[Selector | Precision] | None = None,
+        n_push: int = 1,
+        n_fetch: int = 1,
+        scale: Literal["mean", "sum"] = "mean",
+        lease: float = 10.0,
+        start_method: StartMethod = "fork",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(start_method=start_method, **kwargs)
+        counts = {"num_servers": num_servers, "replication": replication, "n_push": n_push, "n_fetch": n_fetch}
+        right = isinstance(update, Update) or update in ("server", "worker")
+        refuse_arguments(
+            self,
+            staleness=(staleness, staleness is None or is_count(staleness, 0), "a count, 0 or more"),
+            update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
+            scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
+            **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
+        )
+        rule = rule_of(consistency, staleness)
+        self.wishes = Wishes(
+            rule, num_servers, replication, update, tuple(filters or ()), n_push, n_fetch, scale, lease
+        )  # fmt: skip
+        self.worker: ServerWorker | None = None
+        self.versions: Versions | None = None
+        self._line: Line | None = None
+        self._external: ExternalHub | None = None
+        self._plan: Plan | None = None
+        self._undo: Callable[[], None] | None = None
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def axes(self) -> Mapping[str, int]:
+        return {"data": self.world_size}
+
+    def axis_size(self, axis: str) -> int:
+        return self.world_size if axis == "data" else 1
+
+    def axis_rank(self, axis: str) -> int:
+        return self.global_rank if axis == "data" else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    # -- life cycle ----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.worker_launcher import WorkerLauncher
+
+        environment = self.cluster_environment
+        if self.start_method == "popen" or (environment is not None and environment.creates_processes_externally):
+            self._launcher = make_launcher(self)
+        else:
+            self._launcher = WorkerLauncher(self, self.start_method)
+
+    def open_line(self, line: Line) -> None:
+        """Called by the launcher in a worker's process, before anything else."""
+        self._line = line
+
+    def setup_environment(self) -> None:
+        if self.num_nodes > 1:
+            raise ValueError(f"{type(self).__name__} runs on one host, got num_nodes={self.num_nodes}.")
+        ParallelStrategy.setup_environment(self)
+        self.set_world_ranks()
+        if self._line is None:
+            assert self.cluster_environment is not None
+            if self._external is not None:
+                self._external.close()
+            self._external = ExternalHub(self.global_rank, self.world_size, self.cluster_environment.main_port)
+            self._line = self._external.line
+        self.watch = cast(Any, self._line)
+        launcher = cast(Any, self.launcher)
+        if hasattr(launcher, "joined"):
+            launcher.joined(self.watch)
+
+    def setup(self, trainer: Trainer) -> None:
+        ParallelStrategy.setup(self, trainer)
+        self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
+
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all workers that are still there; at the start of a fit, start the servers."""
+        if self._line is None:
+            if self._external is not None:  # `trainer.save_checkpoint` after the run
+                self._external.line.meet(f"barrier {name or ''}".rstrip())
+            return
+        self._meet(f"barrier {name or ''}".rstrip())
+        if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
+            self._start()
+
+    def _start(self) -> None:
+        """Have servers started with rank 0's weights and optimizer state, and join them."""
+        assert self._line is not None
+        module, line = self._module, self._line
+        plan = self._plan = Plan(self.wishes, self.optimizers, self.world_size, type(self).__name__)
+        begins = plan.beginning() if self.global_rank == 0 else None
+        job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        bound = gap_bound(self.wishes.consistency)
+        self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
+        worker = plan.join(job, self.global_rank, self.versions, self.timeout.total_seconds())
+        rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
+        module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
+        worker.pull()
+        self.worker = worker
+
+    def teardown(self) -> None:
+        failed = self.failed
+        if self.watch is not None and not failed:
+            self._keep_weights()
+            self._keep_optimizer()
+            self.barrier("teardown")
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        try:
+            if self.worker is not None:
+                self.worker.close(failed)
+        finally:
+            self.worker, self.watch, self._line = None, None, None
+            if self._external is not None and failed:
+                self._external.close()
+                self._external = None
+        ParallelStrategy.teardown(self)
+
+    def _keep_optimizer(self) -> None:
+        """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""
+        if self.worker is not None:
+            optimizer = self.worker.optimizer
+            optimizer.load_state_dict(self.optimizer_state(optimizer))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's step, with the servers' in place of the optimizer's; a step that is skipped ticks too."""
+        if self.worker is None or self._line is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._line.check()
+        return self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+
+    def on_validation_start(self) -> None:
+        if self.worker is not None:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Give all workers the same weights, with everything in that any has pushed, and the same running statistics.
+
+        Every worker calls it. Weights that a callback has put in the place of those which were read stay.
+        """
+        assert self.worker is not None
+        self._meet("one version of the weights")
+        if not self.worker.is_overwritten:
+            self.worker.pull()
+        buffers = running_statistics(self._module)
+        everyone = self._meet("running statistics", {name: buffer.cpu() for name, buffer in buffers.items()})
+        average_into(buffers, list(everyone.values()))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, of one version on every worker; every worker calls it."""
+        if self.worker is not None:
+            self.synchronize()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """One process's optimizer state, made of the servers'; every worker calls it, rank 0 gets it."""
+        optimizer = unwrapped(optimizer)
+        if self.worker is None or self._line is None or self._plan is None or not self._plan.has_optimizer_on_servers:
+            return super().optimizer_state(optimizer)
+        self._meet("the optimizer's state")
+        copies = self._line.ask("copies") if self.global_rank == 0 else None
+        self._meet("the optimizer's state, read")
+        return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
+
+    # -- what Lightning means by collectives ---------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _in_step(self) -> bool:
+        return getattr(self._module, "_current_fx_name", None) in _IN_STEP
+
+    def _meet(self, what: str, value: Any = None) -> dict[int, Any]:
+        """Wait for all workers that are still there, after having gone out of everybody's way."""
+        assert self._line is not None
+        if self.worker is not None:
+            self.worker.pause()
+        return self._line.meet(what, value)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """The values of all workers that are still there, in the order of ranks; every worker calls it."""
+        return [value] if self._line is None else list(self._meet("values of all", value).values())
+
+    def all_gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Every worker's tensor, of any shapes."""
+        return [other.to(tensor.device) for other in self.everyone(tensor.detach().cpu())]
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Give every worker the object of rank `src`."""
+        if self._line is None:
+            return obj
+        return first_of(self._meet(f"an object of rank {src}", obj if self.global_rank == src else None), src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce over workers; in a step it is the worker's own value, since there nobody waits."""
+        if not isinstance(tensor, Tensor) or self._line is None or self._in_step:
+            return tensor
+        return combined(self.all_gathered(tensor), reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over workers, waiting for all of them even in a step; gradients stay with their worker."""
+        return tensor if self.world_size == 1 else torch.stack(self.all_gathered(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) workers say yes; all stop at one clock."""
+        votes = self.everyone(decision)
+        return min(votes) if all else max(votes)

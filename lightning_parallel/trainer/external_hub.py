@@ -1,0 +1,132 @@
+"""A hub for workers that somebody else started (torchrun, SLURM, the script run once more): rank 0 forks it.
+
+The one idea: the same hub in a process of its own; workers of one host find it by a socket in a folder that only this
+user may enter. Left out: several hosts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from lightning_parallel.failure.party import lost
+from lightning_parallel.trainer.hub import Hub
+from lightning_parallel.trainer.line import Line
+
+_LOOK_S, _PATIENCE_S = 0.2, 8.0
+_open: set[Connection] = set()
+_runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
+
+
+class ExternalHub:
+    """A line to the hub of a run, which rank 0 starts.
+
+    Args:
+        rank: of this worker.
+        world_size: workers.
+        port: a number that the ranks of this launch share, and no other launch of this host.
+        timeout: seconds for all to come.
+
+    Raises:
+        TimeoutError: the hub is not there in time.
+    """
+
+    def __init__(self, rank: int, world_size: int, port: int, timeout: float = 120.0) -> None:
+        _runs[port] = _runs.get(port, 0) + 1
+        path = _folder() / f"{port}-{_runs[port]}"
+        if rank == 0:
+            _start(path, world_size, timeout)
+        self.line = Line(_connect(path, rank, timeout), rank, reports=True)
+        _open.add(self.line.connection)
+        self._end = Finalize(self, _close, (self.line,), exitpriority=1)
+
+    def close(self) -> None:
+        """End the line; the hub ends when all have."""
+        self._end()
+
+
+def _close(line: Line) -> None:
+    with suppress(Exception):
+        line.goodbye()
+    _open.discard(line.connection)
+    line.connection.close()
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"lightning-parallel-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        raise PermissionError(f"{folder} can be entered by others. Remove it, or set TMPDIR to a folder of your own.")
+    return folder
+
+
+def _start(path: Path, world_size: int, timeout: float) -> None:
+    """Fork the hub as a child of nobody, since no rank shall wait for it: it ends when all ranks' lines have."""
+    path.unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, world_size, timeout))
+    process.start()
+    process.join()
+
+
+def _detach(path: Path, world_size: int, timeout: float) -> None:
+    if os.fork() == 0:
+        for connection in _open:  # of this rank's earlier runs, whose ends would not be seen
+            connection.close()
+        try:
+            _serve(path, world_size, timeout)
+        finally:
+            path.unlink(missing_ok=True)
+            os._exit(0)
+
+
+def _connect(path: Path, rank: int, timeout: float) -> Connection:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            connection = Client(str(path), "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} waited {timeout} s for rank 0 to start the run") from error
+            time.sleep(0.02)
+        else:
+            connection.send_bytes(pickle.dumps((rank, os.getpid())))
+            return connection
+
+
+def _serve(path: Path, world_size: int, timeout: float) -> None:
+    """What the hub's process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lines: dict[Connection, int] = {}
+    processes: dict[int, int] = {}
+    signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
+    with Listener(str(path), "AF_UNIX", backlog=world_size) as listener:
+        while len(lines) < world_size:
+            line = listener.accept()
+            rank, processes[rank] = pickle.loads(line.recv_bytes())
+            lines[line] = rank
+    signal.alarm(0)
+    hub = Hub(lines)
+    try:
+        _run(hub, processes)
+    finally:
+        hub.close()
+
+
+def _run(hub: Hub, processes: dict[int, int]) -> None:
+    deadline = float("inf")
+    while hub.lines and time.monotonic() < deadline:
+        hub.turn(_LOOK_S)
+        if hub.failure is not None:
+            deadline = min(deadline, time.monotonic() + _PATIENCE_S)
+    for rank in hub.lines.values():  # a failure that they were not told of, since they wait for something else
+        hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
+        with suppress(ProcessLookupError):
+            os.kill(processes[rank], signal.SIGKILL)

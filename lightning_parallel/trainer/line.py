@@ -1,0 +1,130 @@
+"""A worker's line to the hub: it meets the others there, and hears there that the run has failed.
+
+The one idea: nothing else of a run makes a worker wait for others but its reads of weights; so whoever is told of a
+failure, or wants to know of one, does it here. It stands where other strategies have their watch. Left out: weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightning_parallel.errors import Failure, StageError
+
+
+class Line:
+    """What a worker says to the hub.
+
+    Args:
+        connection: to the hub.
+        rank: of this worker.
+        reports: whether failures go to the hub from here; else the launcher sends them.
+    """
+
+    def __init__(self, connection: Connection, rank: int, reports: bool = False) -> None:
+        self.connection, self.rank, self._reports = connection, rank, reports
+        self.failure: Failure | None = None
+        self.present: tuple[int, ...] = ()  # who was there when ranks met last
+
+    def meet(self, what: str, value: Any = None) -> dict[int, Any]:
+        """Wait until all who are still there wait for the same; their values, by rank.
+
+        Raises:
+            StageError: the run has failed meanwhile.
+        """
+        return {rank: pickle.loads(blob) for rank, blob in self.meet_raw(what, value).items()}
+
+    def meet_raw(self, what: str, value: Any = None) -> dict[int, bytes]:
+        """Like `meet`, with values still pickled."""
+        self._say("meet", what, pickle.dumps(value))
+        found: dict[int, bytes] = self._hear("met")
+        self.present = tuple(found)
+        return found
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Have the hub ask the servers; see ``Hosting``."""
+        self._say("ask", question, *arguments)
+        return self._hear("answer")
+
+    def check(self) -> None:
+        """Raise if the run has failed; waits for nothing.
+
+        Raises:
+            StageError: of the failure.
+        """
+        if self.failure is not None:
+            raise self._error()
+        while self.connection.poll(0):
+            self._read()
+
+    def goodbye(self) -> None:
+        """End in order, where no launcher does."""
+        if self._reports:
+            self._say(True, None)
+            self.connection.close()
+
+    # -- what a watch has ----------------------------------------------------------------------------------------------
+
+    def report(self, error: BaseException, where: str = "") -> StageError:
+        """Make an exception the failure of the run, and return what to raise."""
+        if isinstance(error, StageError):
+            return error
+        if self.failure is None:
+            text = "".join(traceback.format_exception(error))
+            self.failure = Failure(self.rank, None, where, error, text)
+            if self._reports:
+                self._say(False, self.failure.to_bytes())
+        return self._error()
+
+    def cause(self, wait_s: float | None = None) -> StageError | None:
+        """The failure of the run as an exception, if there is one."""
+        return None if self.failure is None else self._error()
+
+    def blocked(self, what: str) -> AbstractContextManager[None]:
+        """Nothing: who waits for ever is seen at the hub."""
+        return nullcontext()
+
+    def stop(self) -> None:
+        """Nothing: the line ends with the process."""
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _say(self, *words: Any) -> None:
+        try:
+            self.connection.send_bytes(pickle.dumps(words))
+        except OSError as error:
+            raise StageError(f"rank {self.rank} lost its line to the launcher of the run ({error})") from error
+
+    def _hear(self, kind: str) -> Any:
+        while True:
+            heard = self._read()
+            if heard[0] == kind:
+                return heard[1]
+
+    def _read(self) -> tuple[str, Any]:
+        try:
+            heard = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise StageError(f"rank {self.rank} lost its line to the launcher of the run ({error})") from error
+        if heard[0] == "failed":
+            self.failure = Failure.from_bytes(heard[1])
+            raise self._error()
+        return heard
+
+    def _error(self) -> StageError:
+        assert self.failure is not None
+        if isinstance(self.failure.error, StageError):
+            return self.failure.error
+        return self.failure.to_error([] if self.failure.rank is None else self._others(self.failure.rank))
+
+    def _others(self, rank: int) -> list[int]:
+        return [other for other in self.present if other != rank]
+
+
+def first_of(values: Mapping[int, Any], rank: int) -> Any:
+    """A rank's value; where that rank is gone, the first one's."""
+    return values[rank] if rank in values else values[min(values)]

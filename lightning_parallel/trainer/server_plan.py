@@ -1,0 +1,138 @@
+"""From what the user wishes and the module's optimizer to a job of servers, the same on every worker.
+
+The one idea: a plan is made on every worker from the same arguments, and rank 0's weights and optimizer state are what
+servers begin with. Left out: the run itself (``server_worker.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.server.consistency import Asynchronous, Consistency
+from lightning_parallel.server.filters import Precision
+from lightning_parallel.server.from_torch import Rates, groups_of, initial_ranges, update_of
+from lightning_parallel.server.hosting import Beginning
+from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.table import Table
+from lightning_parallel.server.updates import AddDelta, Update
+from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker, refuse_parameters
+from lightning_parallel.trainer.versions import Versions
+
+_RANGES_A_SERVER = 4  # so that consistent hashing spreads them
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of `ParameterServerStrategy`, see there.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+
+    consistency: Consistency
+    num_servers: int
+    replication: int
+    update: Literal["server", "worker"] | Update
+    filters: tuple[Any, ...]
+    n_push: int
+    n_fetch: int
+    scale: Literal["mean", "sum"]
+    lease: float
+
+    def __post_init__(self) -> None:
+        if self.replication > self.num_servers:
+            raise ValueError(
+                f"replication={self.replication} needs as many servers, got num_servers={self.num_servers}."
+            )
+        if (self.n_push, self.n_fetch) != (1, 1) and not isinstance(self.consistency, Asynchronous):
+            raise ValueError(
+                f"n_push={self.n_push}, n_fetch={self.n_fetch} with {self.consistency}: a step is a clock there. Use"
+                ' Trainer(accumulate_grad_batches=...), or consistency="downpour".'
+            )
+        if sum(isinstance(one, Precision) for one in self.filters) > 1:
+            raise ValueError(f"filters={list(self.filters)} have more than one number format. Use one.")
+
+    def make_filters(self) -> CountingFilters | None:
+        """A worker's filters, None if pushes go as they are."""
+        if not self.filters:
+            return None
+        formats = [one for one in self.filters if isinstance(one, Precision)]
+        selectors = [one for one in self.filters if one not in formats]
+        return CountingFilters(selectors, formats[0] if formats else None)
+
+
+class Plan:
+    """A job's table, update and rules.
+
+    Args:
+        wishes: of the user.
+        optimizers: the module's; one.
+        num_workers: that take part.
+        name: of the strategy, for messages.
+
+    Raises:
+        ValueError: there is more than one optimizer, or the servers do not know it.
+    """
+
+    def __init__(self, wishes: Wishes, optimizers: Sequence[Optimizer], num_workers: int, name: str) -> None:
+        if len(optimizers) != 1:
+            raise ValueError(f"{name} got {len(optimizers)} optimizers, but a clock is one optimizer's step. Use one.")
+        self.wishes, self.num_workers = wishes, num_workers
+        self.optimizer = optimizers[0]
+        groups = groups_of(self.optimizer)
+        refuse_parameters(groups, name)
+        many = wishes.num_servers > 1
+        self.table = Table.of(groups, _RANGES_A_SERVER * wishes.num_servers if many else 1)
+        self.update = self._update(name)
+        self.rules = Rules(
+            self.table.layout, self.update, wishes.consistency, wishes.scale,
+            replicas=wishes.replication, lease=wishes.lease,
+        )  # fmt: skip
+
+    @property
+    def has_optimizer_on_servers(self) -> bool:
+        """Whether the servers hold the state of the module's own optimizer."""
+        return self.wishes.update == "server"
+
+    def _update(self, name: str) -> Update:
+        if isinstance(self.wishes.update, Update):
+            return self.wishes.update
+        if self.wishes.update == "worker":
+            return AddDelta()
+        try:
+            return update_of(self.optimizer, self.table.widths)
+        except ValueError as error:
+            raise ValueError(
+                f'{error} Let each worker run it, with {name}(update="worker"): servers then add what it changed.'
+            ) from None
+
+    def beginning(self) -> Beginning:
+        """What servers begin with: this worker's weights, and its optimizer's state."""
+        weights = self.table.pack(groups_of(self.optimizer))
+        state = self.optimizer if self.has_optimizer_on_servers else None
+        ranges = initial_ranges(self.table, self.update, weights, state)
+        return Beginning(self.rules, ranges, self.wishes.num_servers, self.num_workers)
+
+    def join(self, job: Job, rank: int, versions: Versions, timeout: float) -> ServerWorker:
+        """Take part in a job, in which a read may wait so many seconds for the slowest worker."""
+        session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
+        pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
+        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions)
+
+    def _rates(self) -> Rates | None:
+        if self.wishes.update == "worker":
+            return None
+        return Rates(self.optimizer, self.update)
+
+    def not_held(self, module: nn.Module) -> dict[str, Tensor]:
+        """What of a module's state the servers do not hold."""
+        held = {id(parameter) for group in groups_of(self.optimizer) for parameter in group}
+        named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        state = module.state_dict()
+        return {k: v for k, v in state.items() if isinstance(v, Tensor) and id(named.get(k)) not in held}

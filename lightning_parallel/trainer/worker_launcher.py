@@ -1,0 +1,84 @@
+"""Starts workers as processes of this one, which is their hub: the death of one does not end the others.
+
+The one idea: `ProcessLauncher` with a line in both directions. What a worker raises still ends all within seconds and
+is raised here; a worker that is killed is left behind. Left out: several hosts.
+"""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.failure.party import lost
+from lightning_parallel.trainer.failures import exit_hint
+from lightning_parallel.trainer.hub import Hub
+from lightning_parallel.trainer.line import Line
+from lightning_parallel.trainer.process_launcher import ProcessLauncher, _rank_main
+from lightning_parallel.trainer.rank_processes import _LOOK_S, _TERMINATE_S, RankProcesses, _with_traceback
+
+
+class WorkerLauncher(ProcessLauncher):
+    """Forks or spawns workers that may die.
+
+    Args:
+        strategy: its ``open_line`` (in a worker) is given the worker's end of a line.
+        start_method: "fork" or "spawn".
+        patience_s: how long the other workers may take to end by themselves after a failure.
+    """
+
+    def _start(self, job: tuple) -> RankProcesses:
+        return _Workers(self._start_method, self._strategy.num_processes, _worker_main, job)
+
+
+class _Workers(RankProcesses):
+    """The workers' processes, and the hub that they meet at."""
+
+    duplex = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.hub = Hub(self._pipes, self._hint)
+
+    def wait(self, patience_s: float) -> Any:
+        """What rank 0 answered, once all workers have ended; or the exception of the run."""
+        while self.hub.lines and time.monotonic() < self._deadline:
+            self.hub.turn(_LOOK_S)
+            if self.hub.failure is not None:
+                self._deadline = min(self._deadline, time.monotonic() + patience_s)
+        if self._terminated:
+            raise SIGTERMException
+        if self.hub.failure is None and self.hub.lines:
+            rank = min(self.hub.lines.values())
+            self.hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
+        if self.hub.failure is not None:
+            self._raise_first(Failure.from_bytes(self.hub.failure))
+        return self.hub.answers[0]
+
+    def _raise_first(self, failure: Failure) -> None:
+        others = [rank for rank in range(len(self.processes)) if rank != failure.rank]
+        if failure.error is None:
+            raise failure.to_error(others if failure.rank is not None else ())
+        if not isinstance(failure.error, StageError) and failure.where:
+            raise failure.to_error(others)
+        raise _with_traceback(failure)
+
+    def _hint(self, rank: int) -> str:
+        self.processes[rank].join(_TERMINATE_S)
+        return exit_hint(self.processes[rank].exitcode) or "its line closed"
+
+    def end(self) -> None:
+        """Leave no process behind, servers neither."""
+        super().end()
+        if hasattr(self, "hub"):
+            self.hub.close()
+
+
+def _worker_main(rank: int, launcher: WorkerLauncher, *job: Any) -> None:
+    """What a worker's process runs."""
+    pipe = cast(Connection, job[-1])
+    launcher._strategy.open_line(Line(pipe, rank))
+    _rank_main(rank, launcher, *job)
