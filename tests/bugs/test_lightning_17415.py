@@ -30,7 +30,7 @@ def saves(path: Path) -> Any:
     return save
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_keys_are_clean_and_resume_works(tmp_path: Path, stage: int):
     path = tmp_path / "compiled.ckpt"
     plain = Fit(Classifier, {"max_epochs": 4}, one_batch)

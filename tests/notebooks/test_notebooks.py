@@ -24,7 +24,11 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.timeout(110)  # half a minute where nothing else runs
-@every_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem < "03" else [pytest.mark.slow]) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs_as_it_stands(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # Jupyter warns where it has to guess its folders

@@ -178,7 +178,7 @@ def references():
 
 @ASKS
 @pytest.mark.timeout(150)  # sixteen blocks are compiled
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_as_in_one_process(references, num_stages: int):
     torch._dynamo.reset()
     for name, records in zip(SAME, many_on_stages(list(SAME.values()), num_stages, timeout=120.0), strict=True):

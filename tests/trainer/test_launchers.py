@@ -148,13 +148,14 @@ def last_line(text: str) -> str:
     return [line for line in text.splitlines() if line.strip()][-1].split("]: ")[-1]
 
 
+@pytest.mark.slow
 def test_a_script_trains_on_both_ranks():
     done, _ = run_script("--sigterm-every", "2")
     assert done.returncode == 0, done.stderr
     assert {"rank 0 has trained", "rank 1 has trained"} <= set(done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_script_ends_with_the_users_exception(rank: int):
     done, seconds = run_script("--where", "training_step", "--rank", str(rank))
     assert done.returncode != 0
@@ -166,8 +167,11 @@ def test_a_script_ends_with_the_users_exception(rank: int):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("raise", "StageError: rank 1 failed in teardown: KeyError: "),
-        ("SIGKILL", "StageError: lost rank 1: its process ended (SIGKILL: the out-of-memory killer?)"),
+        pytest.param("raise", "StageError: rank 1 failed in teardown: KeyError: ", marks=pytest.mark.slow),
+        pytest.param(
+            *("SIGKILL", "StageError: lost rank 1: its process ended (SIGKILL: the out-of-memory killer?)"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_script_whose_last_hook_fails_on_another_rank_has_failed(how: str, told: str):
@@ -179,18 +183,21 @@ def test_a_script_whose_last_hook_fails_on_another_rank_has_failed(how: str, tol
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_script_says_by_which_signal_a_rank_ended():
     done, _ = run_script("--where", "training_step", "--how", "SIGKILL")
     assert "StageError: lost rank 1: its process ended (SIGKILL: the out-of-memory killer?)" in done.stderr
     assert last_line(done.stderr) == "(rank 0 stopped because of it)"
 
 
+@pytest.mark.slow
 def test_a_script_whose_rank_0_is_killed_leaves_nobody():
     done, _ = run_script("--where", "training_step", "--how", "SIGKILL", "--rank", "0")
     # Its output is closed only when the last process that writes to it has ended, which run_script waits for.
     assert "StageError: lost rank 0: its process ended (killed, or out of memory)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_before_the_ranks_are_connected_ends_with_that():
     done, seconds = run_script("--where", "import")
     assert done.returncode == 1
@@ -200,11 +207,13 @@ def test_a_script_that_fails_before_the_ranks_are_connected_ends_with_that():
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_early_is_told_of():
     done, _ = run_script("--where", "early")
     assert "lost rank 1: its script ended (exit code 0) before it joined trainer.fit; every rank has to" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_does_not_outlive_the_failure_of_another():
     done, seconds = run_script("--where", "training_step", "--how", "SIGSTOP")
     assert "lost rank 1: not heard of for 3 s" in done.stderr

@@ -48,7 +48,7 @@ NAMED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_parity_of_named_schedules(num_ranks: int):
     """Batches of 8 and of 3 rows: full ones, and one that is too short for some schedules' rules."""
     make = lambda: gpt(num_blocks=12)  # noqa: E731

@@ -366,7 +366,7 @@ class RecomputingHuggingFace(HuggingFaceLM):
 @pytest.mark.parametrize(
     "reentrant", [False, True]
 )  # inside a block even reentrant checkpointing is the block's own matter
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("architecture", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_transformers(architecture: str, reentrant: bool):
     case = Case(lambda: RecomputingHuggingFace(architecture, reentrant), token_loader)
     assert_parity(case)

@@ -41,7 +41,7 @@ def assert_same_bits(ours: Record, theirs: Record) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_recomputed_is_not_recomputed_bit_by_bit(name: str, num_stages: int):
     case = CASES[name]

@@ -133,8 +133,15 @@ def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
     return errors
 
 
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
-@pytest.mark.parametrize("signalled", ["script", "rank 1"])
+@pytest.mark.parametrize(
+    ("start_method", "signalled"),
+    [
+        pytest.param("popen", "script", marks=pytest.mark.slow),
+        ("popen", "rank 1"),
+        ("fork", "script"),
+        pytest.param("fork", "rank 1", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_ends_all_ranks(start_method: str, signalled: str):
     script, ranks = start("--sigterm-every", "2", "--start-method", start_method)
     os.kill(script.pid if signalled == "script" else ranks[1], signal.SIGTERM)
@@ -145,7 +152,7 @@ def test_sigterm_ends_all_ranks(start_method: str, signalled: str):
         assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("start_method", [pytest.param("popen", marks=pytest.mark.slow), "fork"])
 def test_an_interrupt_ends_all_ranks(start_method: str):
     script, ranks = start("--start-method", start_method)
     os.killpg(script.pid, signal.SIGINT)

@@ -65,7 +65,7 @@ def compare_all(pairs: Sequence[tuple[Case, Sequence[str]]], num_ranks: int, **o
     ("num_ranks", "names"),
     [
         (2, NAMES),
-        (4, ("dualpipe", "chimera:pairs=2", "chimera:doubling=true")),
+        pytest.param(4, ("dualpipe", "chimera:pairs=2", "chimera:doubling=true"), marks=pytest.mark.slow),
         pytest.param(4, ("gems", "chimera"), marks=pytest.mark.slow),
     ],
 )

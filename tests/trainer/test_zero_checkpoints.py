@@ -65,7 +65,9 @@ def uninterrupted() -> Result:
     return fit(run(4), "auto", 1)
 
 
-@pytest.mark.parametrize(("stage", "engine"), [(1, None), (2, None), (2, "fsdp2"), (3, None)])
+@pytest.mark.parametrize(
+    ("stage", "engine"), [(1, None), (2, None), pytest.param(2, "fsdp2", marks=pytest.mark.slow), (3, None)]
+)
 def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result, stage: int, engine: Any):
     path = tmp_path / "two.ckpt"
     first = run(2, saves(path))

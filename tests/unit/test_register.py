@@ -6,6 +6,7 @@ A new interpreter a case, since only the first import of Lightning is like the f
 import subprocess
 import sys
 
+import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_parallel
@@ -29,6 +30,7 @@ def test_strings_are_registered_where_lightning_came_first():
     )
 
 
+@pytest.mark.slow
 def test_strings_are_registered_where_we_came_first_and_the_hook_leaves():
     hooks = "print(sum('_AfterImport' in repr(finder) for finder in sys.meta_path))"
     loaders = "print(type(lightning.pytorch.__loader__).__name__, type(lightning.pytorch.__spec__.loader).__name__)"

@@ -222,7 +222,6 @@ SERVERS: dict[str, Any] = {
 }
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
-    Entry("pipeline_zb_v", 2, **IN_FOUR, core=True),
     # What follows is slow; `make test` trains with each in test_many_stages.py, test_two_ways.py, test_zero.py.
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True, slow=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True, slow=True),
