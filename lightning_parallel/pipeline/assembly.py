@@ -6,7 +6,6 @@ know one of the two, the strategy above asks in terms of stages. No Lightning he
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
+from lightning_parallel.pipeline.copy_of_model import Copy
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.early_sums import EarlySums
@@ -37,31 +37,8 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_costs
 
-_FILLED = {  # by whether steps end on several ranks
-    False: "Steps run to their end on rank 0 only: what a hook computes from lists or counters that steps filled is"
-    " right there only.",
-    True: "With a schedule of two directions steps end on several ranks: what a hook computes from lists or counters"
-    " that steps filled is of a rank's own micro-batches.",
-}
-_DIFFERENT = {
-    "batch": (
-        "The ranks of one model copy got different rows in {name} (rank {ranks} unlike rank {first}). All stages need"
-        " the same rows: seed shuffling and augmentation alike (seed_everything(seed, workers=True)), draw no random"
-        " numbers on one rank only, and use no DistributedSampler of your own."
-    ),
-    "logged": (
-        "The ranks logged different values of {name!r} (rank {ranks} unlike rank {first}), so schedulers and callbacks"
-        " that watch it would part. {why} Log it in the step, or use a torchmetrics object."
-    ),
-    "groups": (
-        "The ranks added different parameters to {name} (rank {ranks} unlike rank {first}). Add the same on every rank;"
-        " where a finetuning callback left out parameters whose values equal those of others, pass them to"
-        " optimizer.add_param_group yourself."
-    ),
-}
 
-
-class Pipeline:
+class Pipeline(Copy):
     """One rank's part of a model that runs as a pipeline.
 
     Args:
@@ -106,77 +83,50 @@ class Pipeline:
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
-        self.model, self.device, self.waiting, self._group = model, device, waiting, group
-        self.rank, self._copies = dist.get_rank(), [tuple(ranks) for ranks in copies]
-        self.copy = next(i for i, ranks in enumerate(self._copies) if self.rank in ranks)
-        self.ranks = self._copies[self.copy]
-        self.row = self.ranks.index(self.rank)
-        self.placement = dict(placement or {(0, row): row for row in range(len(self.ranks))})
-        self.num_stages = 1 + max(stage for _, stage in self.placement)
-        self.num_replicas = 1 + max(replica for replica, _ in self.placement)
-        self.loss_rows = tuple(dict.fromkeys(self.placement[r, self.num_stages - 1] for r in range(self.num_replicas)))
-        self.loss_rank = self.ranks[self.loss_rows[0]]
-        self.data = DataAxis([ranks[self.row] for ranks in self._copies], data_group, waiting)
+        super().__init__(copies, placement or {(0, row): row for row in range(len(copies[0]))}, device, group, waiting)
+        self.model = model
+        self.data = DataAxis([ranks[self.row] for ranks in self.copies], data_group, waiting)
         seconds = self._measure(blocks, context) if partition == "time" else None
         layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
         self.table = ParameterTable(model, layout, self._holders(), self.row)
-        self._refuse_other_cut()
-        seed = self._agree_on_seed()
-        self.table.drop_foreign(device)
-        self.table.materialize(device, seed)
-        load_noted(model)
-        self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
-        self.foreign = [parameter for parameter in model.parameters() if isinstance(parameter, ForeignParameter)]
-        self._all = [model.get_parameter(entry.name) for entry in self.table.entries]
-        self.to_device(device)
-        self._groups = self._open_groups()
-        self._equalize_shared()
-        self.sums = GradientSums(self.table, self._groups, device, waiting) if self.num_replicas > 1 else None
-        self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
-        self.streams = RandomStreams(mix(seed, self.copy) if self.copy else seed, device)
+        self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
-        own = [parameter for _, parameter in self.own]
-        self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
-        unseen = (graphs.adds_to,) if graphs is not None else ()
-        begins_early = self.data.size > 1 and self.num_replicas == 1
-        early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen) if begins_early else None
-        self.early = early
+        self._prepare_gradients(graphs)
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
-        self._news = {
-            rank: Channel(self.loss_rank, rank, 2 * len(self.placement) + row, device, waiting=waiting)
-            for row, rank in enumerate(self.ranks)
-            if rank != self.loss_rank
-        }
-        self.reports = {
-            row: Channel(self.ranks[row], self.loss_rank, 3 * len(self.placement) + row, device, waiting=waiting)
-            for row in self.loss_rows[1:]
-        }
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
         self.rounds = Rounds(self.cut, seats, self.all_gather, fail)
 
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks hold a copy of the model."""
-        return len(self.ranks)
+    def _take_parameters(self) -> RandomStreams:
+        """Keep and initialize this rank's part of the model, equal where several ranks hold it; the copy's streams."""
+        self._refuse_other_cut()
+        seed = self._agree_on_seed()
+        self.table.drop_foreign(self.device)
+        self.table.materialize(self.device, seed)
+        load_noted(self.model)
+        self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
+        self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
+        self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]
+        self.to_device(self.device)
+        self._groups = self._open_groups()
+        self._equalize_shared()
+        self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
+        return RandomStreams(mix(seed, self.copy) if self.copy else seed, self.device)
 
-    @property
-    def at_loss(self) -> bool:
-        """Whether this rank holds the last stage (of the first replica), where all that steps give is known."""
-        return self.rank == self.loss_rank
-
-    @property
-    def ends_steps(self) -> bool:
-        """Whether steps run to their end on this rank: it holds the last stage of some replica."""
-        return self.row in self.loss_rows
-
-    @property
-    def both_ways(self) -> bool:
-        """Whether steps end on several ranks, each for its own micro-batches."""
-        return len(self.loss_rows) > 1
+    def _prepare_gradients(self, graphs: SharedGraphs | None) -> None:
+        """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
+        own = [parameter for _, parameter in self.own]
+        self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
+        self.sums: GradientSums | None = None
+        self.early: EarlySums | None = None
+        if self.num_replicas > 1:
+            self.sums = GradientSums(self.table, self._groups, self.device, self.waiting)
+        elif self.data.size > 1:
+            unseen = () if graphs is None else (graphs.adds_to,)
+            self.early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen)
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""
@@ -206,34 +156,6 @@ class Pipeline:
         mode = (kind, self.model.training, torch.is_grad_enabled(), trainable)
         return [(*mode, microbatch.signature(part)) for part in parts]
 
-    def check_same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Do all ranks of this model copy hold the same? Names that only some ranks have are not compared.
-
-        Raises:
-            ValueError: they do not, naming the ranks.
-        """
-        if self.num_ranks == 1:
-            return
-        everyone, ranks = self.all_gather({name: _digest(value) for name, value in values.items()}), sorted(self.ranks)
-        for name, mine in everyone[0].items():
-            others = [str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, mine) != mine]
-            if others:
-                raise ValueError(self._unlike(what, name, ", ".join(others)))
-
-    def check_heard(self, what: str, mine: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-        """Does this rank hold what the loss stage told? Names that only one of them has are not compared.
-
-        Raises:
-            ValueError: it does not.
-        """
-        for name, value in told.items():
-            if repr(mine.get(name, value)) != repr(value):
-                raise ValueError(self._unlike(what, name, str(self.rank)))
-
-    def _unlike(self, what: str, name: str, ranks: str) -> str:
-        why = _FILLED[self.both_ways]
-        return _DIFFERENT[what].format(name=name, ranks=ranks, first=min(self.ranks), why=why)
-
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.
 
@@ -242,33 +164,7 @@ class Pipeline:
         """
         compare(self.table, self.ranks, self.all_gather, when)
 
-    # -- collectives over the stages -----------------------------------------------------------------------------------
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give every stage the loss stage's tensor, in place."""
-        if self.num_ranks > 1:
-            with self.waiting("a value of the loss stage"):
-                dist.broadcast(tensor, self.loss_rank, group=self._group())
-
-    def tell(self, value: Any) -> None:
-        """Send an object from the loss stage to every other rank over the host, without waiting."""
-        for channel in self._news.values():
-            channel.send_object(value)
-
-    def settle(self) -> None:
-        """On the loss stage, once for each thing that all ranks hear: let go of what was told before the last call."""
-        for channel in self._news.values():
-            channel.settle()
-
-    def hear(self, what: str = "what the loss stage logged") -> Any:
-        """Receive what the loss stage told; `what` says in an error what is waited for."""
-        return self._news[self.rank].receive_object(what)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all stages, in place."""
-        if self.num_ranks > 1:
-            with self.waiting("the other stages, to add up a value"):
-                dist.all_reduce(tensor, group=self._group())
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def all_reduce_over(self, tensor: Tensor, rows: Sequence[int]) -> None:
         """Sum over the ranks that share a parameter, in place."""
@@ -316,24 +212,6 @@ class Pipeline:
         with self.waiting("the stages that share a parameter, to have one gradient"):
             equalize_gradients(self.table, self.ranks, self._groups)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """The object of every rank of this copy, in the order of global ranks, over the host."""
-        if self.num_ranks == 1:
-            return [value]
-        box: list[Any] = [None] * self.num_ranks
-        with self.waiting("the other stages, to compare notes"):
-            dist.all_gather_object(box, value, group=self._group())
-        return box
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's object in the order of rows on the loss stage's rank, None elsewhere; over the host."""
-        if self.num_ranks == 1:
-            return [value]
-        box: list[Any] | None = [None] * self.num_ranks if self.rank == self.loss_rank else None
-        with self.waiting("the other stages, to gather the model's state"):
-            dist.gather_object(value, box, dst=self.loss_rank, group=self._group())
-        return None if box is None else [box[sorted(self.ranks).index(rank)] for rank in self.ranks]
-
     # -- putting it together -------------------------------------------------------------------------------------------
 
     def _refuse_other_cut(self) -> None:
@@ -376,13 +254,13 @@ class Pipeline:
         groups = {}
         held = [entry.rows for entry in self.table.shared()] + [tuple(dict.fromkeys(rows)) for rows in self._holders()]
         for rows in sorted({tuple(sorted(rows)) for rows in held if len(rows) > 1}):
-            opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self._copies]
+            opened = [dist.new_group([ranks[row] for row in rows]) for ranks in self.copies]
             groups[rows] = opened[self.copy]
         return groups
 
     def _open_sum_group(self) -> Any:
         """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
-        return [dist.new_group([ranks[row] for ranks in self._copies]) for row in range(len(self.ranks))][self.row]
+        return [dist.new_group([ranks[row] for ranks in self.copies]) for row in range(len(self.ranks))][self.row]
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""
@@ -397,7 +275,7 @@ class Pipeline:
         alone = len(self.placement) == self.num_ranks
         arrivals: dict[tuple[int, int], Arrival] = {}
         departures: dict[tuple[int, int], Departure] = {}
-        for copy, ranks in enumerate(self._copies):
+        for copy, ranks in enumerate(self.copies):
             for (replica, stage), row in sorted(self.placement.items()):
                 if stage == self.num_stages - 1:
                     continue
@@ -448,12 +326,3 @@ def without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _digest(batch: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in microbatch.leaves(batch):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
-    return digest.hexdigest()
