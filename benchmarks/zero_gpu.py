@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import zero_offload
+from benchmarks.gpu_runs import BenchGPT, bind_to_cores, make_model, repeat, trainer
 from benchmarks.pairs import Interleave, synchronize
-from benchmarks.pipeline_gpu import BenchGPT, bind_to_cores, make_model, repeat, trainer
 from benchmarks.zero_peer import DeepSpeedPeer
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.measure.storages import count_bytes, tensors_in
