@@ -21,6 +21,7 @@ from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
 from lightning_parallel.server.names import gap_bound, rule_of
+from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.updates import Update
 from lightning_parallel.strategies.arguments import is_count, refuse_arguments
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
@@ -79,6 +80,7 @@ class ParameterServerStrategy(MeshStrategy):
 
     Raises:
         ValueError: an argument is not as described.
+        ModuleNotFoundError: pyzmq is not installed.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -104,6 +106,7 @@ class ParameterServerStrategy(MeshStrategy):
         start_method: StartMethod = "fork",
         **kwargs: Any,
     ) -> None:
+        refuse_missing()
         super().__init__(start_method=start_method, **kwargs)
         counts = {"num_servers": num_servers, "replication": replication, "n_push": n_push, "n_fetch": n_fetch}
         right = isinstance(update, Update) or update in ("server", "worker")

@@ -89,6 +89,26 @@ def test_importing_the_package_imports_neither_torch_nor_lightning():
     assert done.stdout.strip() == "[]"
 
 
+WITHOUT_OPTIONAL = """
+import sys
+for name in ("zmq", "deepspeed", "jsonargparse"):
+    sys.modules[name] = None
+import lightning_parallel.strategies, lightning_parallel.callbacks
+from lightning.pytorch import Trainer
+Trainer(accelerator="cpu", devices=2, strategy="pipeline_1f1b", logger=False)
+try:
+    lightning_parallel.strategies.ParameterServerStrategy()
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_strategies_need_none_of_the_optional_packages():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_OPTIONAL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pyzmq is not installed" in done.stdout and "pip install lightning-parallel[server]" in done.stdout
+
+
 def test_relative_imports_are_resolved():
     assert imports("from ..measure import spans", "lightning_parallel.pipeline.engine") == {
         "lightning_parallel.measure",

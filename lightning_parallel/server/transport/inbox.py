@@ -10,16 +10,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 
-import zmq
-
 from lightning_parallel.server import messages as m
 from lightning_parallel.server import wire
 from lightning_parallel.server.transport.frames import Assembly, Destination, whole
 from lightning_parallel.server.transport.link import FRAMES, FRESH_CREDIT, credit, weight
+from lightning_parallel.server.transport.pyzmq import NOBLOCK, RCVMORE, zmq
 from lightning_parallel.server.transport.slab import SlabReader
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
-NOBLOCK, RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)  # pyzmq's own are slow to calculate with
 PEERS = 1024  # peers of which something half arrived is kept at most
 BORROWED = (wire.BODIES.index(m.Push), wire.BODIES.index(m.Append))  # what is soon forgotten: read where it lies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import zmq
+from lightning_parallel.server.transport.pyzmq import zmq
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 
-import zmq
-
 from lightning_parallel.server import wire
 from lightning_parallel.server.messages import Message
 from lightning_parallel.server.transport.frames import INLINE_BYTES, Encoded, Frame, alone, frames
 from lightning_parallel.server.transport.keys import Keys
+from lightning_parallel.server.transport.pyzmq import NOBLOCK, SNDMORE, zmq
 from lightning_parallel.server.transport.slab import Slab
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
@@ -26,7 +25,6 @@ CREDIT = 255  # op of a credit: ``payload`` bytes may be sent, the place of mess
 WINDOW, FRESH_CREDIT = 16 << 20, 4 << 20
 LEAST_WEIGHT = 1 << 14  # bytes that the smallest frame counts for
 FRAMES = 32  # frames that a socket keeps at most
-NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # pyzmq's own are slow to calculate with
 QUEUE = 256  # messages that wait for one peer at most
 COPY_BELOW = 1 << 16  # bytes of a frame below which handing over memory costs more than a copy
 SLAB_FROM = 1 << 14  # bytes from which shared memory is used

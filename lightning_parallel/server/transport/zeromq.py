@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-import zmq
-
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.transport.inbox import Inbox
 from lightning_parallel.server.transport.keys import Keys, is_local
 from lightning_parallel.server.transport.link import Link
+from lightning_parallel.server.transport.pyzmq import zmq
 from lightning_parallel.server.transport.slab import Slab, SlabReader
 from lightning_parallel.server.transport.virtual import Machine
 
