@@ -8,7 +8,7 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_axis_groups, open_store
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
+from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: dict[str, Any] = {}
         self.watch: Watch | None = None
         self._restore_sigterm = Restore()
+        self._read_shown: Callable[[bool], None] = lambda failed: None
 
     @property
     def is_distributed(self) -> bool:
@@ -162,8 +164,10 @@ class MeshStrategy(ParallelStrategy):
         if device.type == "cuda":
             self.watch.on_abort(abort_device_groups)
 
-    def watch_signals(self, trainer: Trainer) -> None:
-        """Agree on SIGTERM on the host, not before every batch on the device; for `setup` of a subclass to call."""
+    def let_host_run_ahead(self, trainer: Trainer) -> None:
+        """Between batches wait for no device: agree on SIGTERM on the host, and read what a progress bar shows when it
+        shows it; for `setup` of a subclass to call."""
+        self._read_shown = read_when_shown(trainer)
         if self._sigterm_group is not None:
             self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
 
@@ -216,6 +220,7 @@ class MeshStrategy(ParallelStrategy):
     def teardown(self) -> None:
         failed = self.failed
         self._restore_sigterm(failed)
+        self._read_shown(failed)
         if self.watch is not None and not failed:
             self._keep_weights()
             self.barrier("teardown")

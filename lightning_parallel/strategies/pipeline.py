@@ -204,7 +204,7 @@ class PipelineStrategy(PipelineGradients):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.watch_signals(trainer)
+        self.let_host_run_ahead(trainer)
         refuse_unsupported(trainer, self)
         if self.schedule == "auto":
             self._choose_schedule()

@@ -201,7 +201,7 @@ class ZeROStrategy(ZeROCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.watch_signals(trainer)
+        self.let_host_run_ahead(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         clean_state_dicts(self.lightning_module)
         self._engine = None
