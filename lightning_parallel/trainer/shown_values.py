@@ -39,7 +39,7 @@ def read_when_shown(trainer: Trainer) -> Callable[[bool], None]:
     """Have a Trainer read values of the progress bar when they are shown.
 
     Returns:
-        What undoes it, once; told whether the run has failed, after which a device may never answer.
+        What undoes it; told whether the run has failed, after which a device may never answer.
     """
     connector: Any = trainer._logger_connector
     if type(connector) is not _LoggerConnector or getattr(result, _CONVERT, None) is not convert_tensors_to_scalars:
@@ -47,10 +47,8 @@ def read_when_shown(trainer: Trainer) -> Callable[[bool], None]:
     connector.__class__ = _ReadWhenShown
 
     def undo(failed: bool) -> None:
-        if type(connector) is _ReadWhenShown:
-            connector.__class__ = _LoggerConnector
-            read = {} if failed else convert_tensors_to_scalars(connector._progress_bar_metrics)
-            connector._progress_bar_metrics = read
+        connector.__class__ = _LoggerConnector
+        connector._progress_bar_metrics = {} if failed else convert_tensors_to_scalars(connector._progress_bar_metrics)
 
     return undo
 
