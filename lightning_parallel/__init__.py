@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import ParameterServerStrategy, PipelineStrategy, ZeROStrategy
+    from lightning_parallel.strategies import HybridStrategy, ParameterServerStrategy, PipelineStrategy, ZeROStrategy
     from lightning_parallel.trainer.staleness_metric import Staleness
 
 __version__ = "0.1.0.dev0"
@@ -33,6 +33,7 @@ _HOMES = {
     "BubbleMonitor": "callbacks",
     "CommunicationMonitor": "callbacks",
     "Costs": "pipeline.simulator",
+    "HybridStrategy": "strategies",
     "MemoryMonitor": "callbacks",
     "ParameterServerStrategy": "strategies",
     "PipelineStrategy": "strategies",
@@ -53,6 +54,7 @@ __all__ = [
     "BubbleMonitor",
     "CommunicationMonitor",
     "Costs",
+    "HybridStrategy",
     "MemoryMonitor",
     "ParameterServerStrategy",
     "PipelineStrategy",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _stores: dict[tuple[str, int], Any] = {}
@@ -57,19 +58,35 @@ def _unbound_from_device() -> Iterator[None]:
         group.bound_device_id = device
 
 
-def open_axis_groups(axes: Mapping[str, int]) -> dict[str, Any]:
-    """For each axis between one rank and all of them, the group of this rank's line along it; all ranks call it.
+def grid(axes: Mapping[str, int], order: Sequence[str]) -> Tensor:
+    """The global ranks of a mesh as a tensor int64 with a dimension for each axis of `order`, which names all of them.
 
-    The mesh's own groups may serve the device alone; these serve the host too, as the default group does.
+    Example:
+        >>> grid({"data": 2, "pipeline": 2}, ("pipeline", "tensor", "data")).tolist()
+        [[[0, 2]], [[1, 3]]]
     """
-    groups: dict[str, Any] = {}
-    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
-    for dim, (axis, size) in enumerate(axes.items()):
-        if 1 < size < ranks.numel():
-            for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
+    ranks, names = torch.arange(math.prod(axes.values())).view(*axes.values()), list(axes)
+    return ranks.permute([names.index(axis) for axis in order if axis in axes]).reshape([axes.get(a, 1) for a in order])
+
+
+def open_groups(axes: Mapping[str, int], planes: Sequence[Collection[str]] = ()) -> dict[frozenset[str], Any]:
+    """The group of this rank's line along each axis, and of its plane along several; all ranks call it.
+
+    There is none for one rank, nor for all of them. The mesh's own groups may serve the device alone; these serve the
+    host too, as the default group does.
+    """
+    wide = [axis for axis, size in axes.items() if size > 1]
+    wanted = {frozenset({axis}): None for axis in wide} | {frozenset(plane) & set(wide): None for plane in planes}
+    groups: dict[frozenset[str], Any] = {}
+    for plane in wanted:
+        inner = [axis for axis in axes if axis in plane]
+        size = math.prod(axes[axis] for axis in inner)
+        if 1 < size < math.prod(axes.values()):
+            outer = [axis for axis in axes if axis not in plane]
+            for line in grid(axes, outer + inner).reshape(-1, size).tolist():
                 group = dist.new_group(line)
                 if dist.get_rank() in line:
-                    groups[axis] = group
+                    groups[plane] = group
     return groups
 
 

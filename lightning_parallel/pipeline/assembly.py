@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.axis_line import AxisLine
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
@@ -43,7 +44,7 @@ class Pipeline(Copy):
 
     Args:
         model: the whole model, real or built under `without_memory`; this rank's part of it stays, the rest is freed.
-        copies: for every copy of the model (along the data axis) the global rank of each row of the schedule.
+        copies, tensor_size, mates_group: see `Copy`.
         placement: for every stage (of every replica) the row that holds it; default row s for stage s.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
@@ -54,7 +55,7 @@ class Pipeline(Copy):
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
         context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
-        data_group: the ranks of this row in all copies; None: the default group's.
+        data_group, tensor_group: the ranks of this row in the copies along each axis; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
 
@@ -71,6 +72,9 @@ class Pipeline(Copy):
         *,
         group: Callable[[], Any] = lambda: None,
         data_group: Any = None,
+        tensor_size: int = 1,
+        tensor_group: Any = None,
+        mates_group: Callable[[], Any] | None = None,
         blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
@@ -83,9 +87,13 @@ class Pipeline(Copy):
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
-        super().__init__(copies, placement or {(0, row): row for row in range(len(copies[0]))}, device, group, waiting)
+        placement = placement or {(0, row): row for row in range(len(copies[0]))}
+        super().__init__(copies, placement, device, group, waiting, tensor_size, mates_group)
         self.model = model
-        self.data = DataAxis([ranks[self.row] for ranks in self.copies], data_group, waiting)
+        data_place, tensor_place = divmod(self.copy, tensor_size)
+        first = data_place * tensor_size
+        self.data = DataAxis([r[self.row] for r in self.copies[tensor_place::tensor_size]], data_group, waiting)
+        self.tensor = AxisLine([r[self.row] for r in self.copies[first : first + tensor_size]], tensor_group, waiting)
         seconds = self._measure(blocks, context) if partition == "time" else None
         layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
         self.table = ParameterTable(model, layout, self._holders(), self.row)
@@ -113,8 +121,10 @@ class Pipeline(Copy):
         self.to_device(self.device)
         self._groups = self._open_groups()
         self._equalize_shared()
-        self.data.equalize([parameter.data for _, parameter in self.own] + self.own_buffers())
-        return RandomStreams(mix(seed, self.copy) if self.copy else seed, self.device)
+        values = [parameter.data for _, parameter in self.own] + self.own_buffers()
+        self.data.equalize(values)
+        self.tensor.equalize(values)
+        return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
     def _prepare_gradients(self, graphs: SharedGraphs | None) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
@@ -234,6 +244,7 @@ class Pipeline(Copy):
             seconds = torch.tensor(measured, dtype=torch.float64)
         if self.at_loss:
             self.data.equalize([seconds])
+            self.tensor.equalize([seconds])
         self.broadcast(seconds)
         return dict(zip(names, seconds.tolist(), strict=True))
 
@@ -242,6 +253,7 @@ class Pipeline(Copy):
         seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
         self.broadcast(seed)
         self.data.equalize([seed])
+        self.tensor.equalize([seed])
         return int(seed)
 
     def _holders(self) -> list[list[int]]:
@@ -260,7 +272,13 @@ class Pipeline(Copy):
 
     def _open_sum_group(self) -> Any:
         """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
-        return [dist.new_group([ranks[row] for ranks in self.copies]) for row in range(len(self.ranks))][self.row]
+        found = None
+        for place in range(self.tensor_size):
+            for row in range(self.num_ranks):
+                ranks = [ranks[row] for ranks in self.copies[place :: self.tensor_size]]
+                opened = dist.new_group(ranks)
+                found = opened if self.rank in ranks else found
+        return found
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""

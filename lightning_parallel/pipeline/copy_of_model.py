@@ -46,14 +46,18 @@ class Copy:
     """One copy of a model on its ranks, as one of them sees it.
 
     Args:
-        copies: for every copy of the model (along the data axis) the global rank of each row of the schedule.
+        copies: for every copy of the model the global rank of each row of the schedule. Those along the tensor axis,
+            which see the same rows, are neighbours.
         placement: for every stage (of every replica) the row that holds it.
         device: where this rank computes.
         group: gives the group of this copy's ranks as it is at the moment.
         waiting: a context entered while this process is blocked in a receive.
+        tensor_size: so many neighbouring copies see the same rows.
+        mates_group: gives the group of all ranks that see this rank's rows as it is at the moment.
 
     Attributes:
         copy: which one is this rank's.
+        mates: all ranks that see this rank's rows, in order.
         ranks: its ranks, by row.
         loss_rank: its rank that holds the last stage (of the first replica).
         reports: channels by row from the other ranks that end steps to that one.
@@ -66,11 +70,16 @@ class Copy:
         device: torch.device,
         group: Callable[[], Any],
         waiting: Waiting,
+        tensor_size: int = 1,
+        mates_group: Callable[[], Any] | None = None,
     ) -> None:
         self.device, self.waiting, self._group = device, waiting, group
+        self._mates_group, self.tensor_size = mates_group or group, tensor_size
         self.rank, self.copies = dist.get_rank(), [tuple(ranks) for ranks in copies]
         self.copy = next(i for i, ranks in enumerate(self.copies) if self.rank in ranks)
         self.ranks = self.copies[self.copy]
+        first = self.copy // tensor_size * tensor_size
+        self.mates = tuple(sorted(rank for ranks in self.copies[first : first + tensor_size] for rank in ranks))
         self.row = self.ranks.index(self.rank)
         self.placement = dict(placement)
         self.num_stages = 1 + max(stage for _, stage in self.placement)
@@ -138,11 +147,14 @@ class Copy:
 
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""
-        if self.num_ranks == 1:
+        return self._all_gather(value, self.num_ranks, self._group)
+
+    def _all_gather(self, value: Any, count: int, group: Callable[[], Any]) -> list[Any]:
+        if count == 1:
             return [value]
-        box: list[Any] = [None] * self.num_ranks
+        box: list[Any] = [None] * count
         with self.waiting("the other stages, to compare notes"):
-            dist.all_gather_object(box, value, group=self._group())
+            dist.all_gather_object(box, value, group=group())
         return box
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -157,16 +169,19 @@ class Copy:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Do all ranks of this model copy hold the same? Names that only some ranks have are not compared.
+        """Do all ranks that see the same rows hold the same? Names that only some ranks have are not compared.
 
         Raises:
             ValueError: they do not, naming the ranks.
         """
-        if self.num_ranks == 1:
+        if len(self.mates) == 1:
             return
-        everyone, ranks = self.all_gather({name: _digest(value) for name, value in values.items()}), sorted(self.ranks)
-        for name, mine in everyone[0].items():
-            others = [str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, mine) != mine]
+        mine = {name: _digest(value) for name, value in values.items()}
+        everyone, ranks = self._all_gather(mine, len(self.mates), self._mates_group), self.mates
+        for name, first in everyone[0].items():
+            others = [
+                str(rank) for rank, theirs in zip(ranks, everyone, strict=True) if theirs.get(name, first) != first
+            ]
             if others:
                 raise ValueError(self._unlike(what, name, ", ".join(others)))
 
@@ -182,7 +197,7 @@ class Copy:
 
     def _unlike(self, what: str, name: str, ranks: str) -> str:
         why = _FILLED[self.both_ways]
-        return _DIFFERENT[what].format(name=name, ranks=ranks, first=min(self.ranks), why=why)
+        return _DIFFERENT[what].format(name=name, ranks=ranks, first=self.mates[0], why=why)
 
 
 def _digest(batch: Any) -> str:

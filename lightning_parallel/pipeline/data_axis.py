@@ -8,39 +8,18 @@ backward still runs (see `early_sums`); what could not is summed here, and all o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.pipeline.axis_line import AxisLine
 from lightning_parallel.pipeline.buckets import BucketSum, buckets
-from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.early_sums import EarlySums
 
 
-class DataAxis:
-    """The ranks that hold one stage in every copy of the model.
-
-    Args:
-        ranks: their global ranks, copy by copy.
-        group: their process group, None for the default one.
-        waiting: a context entered while this process is blocked.
-    """
-
-    def __init__(self, ranks: Sequence[int], group: Any = None, waiting: Waiting = nobody_waits) -> None:
-        self.ranks, self.group, self.waiting = tuple(ranks), group, waiting
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def equalize(self, tensors: Sequence[Tensor]) -> None:
-        """Give every copy the first copy's values, in place."""
-        if self.size > 1:
-            with self.waiting("the other copies of the model, to begin alike"):
-                for tensor in tensors:
-                    dist.broadcast(tensor, self.ranks[0], group=self.group)
+class DataAxis(AxisLine):
+    """The ranks that hold one stage in every copy of the model, copy by copy."""
 
     def average(self, parameters: Sequence[nn.Parameter], early: EarlySums | None = None) -> None:
         """Average `grad` over the copies, in place; where only some copies have one, the others count as zero.

@@ -8,7 +8,7 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
-from lightning_parallel.mesh import build_mesh, connect, disconnect, open_axis_groups, open_store
+from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.shown_values import read_when_shown
@@ -52,6 +52,8 @@ class MeshStrategy(ParallelStrategy):
         timeout: how long a collective may take before it fails.
         patience: how long to wait for ranks without a sign of life, or that all wait for each other; see `Patience`.
     """
+
+    planes: Sequence[tuple[str, ...]] = ()  # sets of axes whose ranks talk together, beside each axis
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class MeshStrategy(ParallelStrategy):
         self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
         self._mesh: DeviceMesh | None = None
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[frozenset[str], Any] = {}
         self.watch: Watch | None = None
         self._restore_sigterm = Restore()
         self._read_shown: Callable[[bool], None] = lambda failed: None
@@ -109,9 +111,10 @@ class MeshStrategy(ParallelStrategy):
         """This rank's place along an axis."""
         return self.mesh[axis].get_local_rank() if axis in (self.mesh.mesh_dim_names or ()) else 0
 
-    def group(self, axis: str) -> Any:
-        """The process group of this rank's line along an axis, on host and device; None is the default group."""
-        return self._groups.get(axis)
+    def group(self, *axes: str) -> Any:
+        """The process group of this rank's line along an axis, or of its plane along several that `planes` names, on
+        host and device; None is the default group."""
+        return self._groups.get(frozenset(axis for axis in axes if self.axes().get(axis, 1) > 1))
 
     # -- ranks and devices ---------------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class MeshStrategy(ParallelStrategy):
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
-            self._groups = open_axis_groups(self.axes())
+            self._groups = open_groups(self.axes(), self.planes)
             self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
@@ -191,7 +194,7 @@ class MeshStrategy(ParallelStrategy):
                 " Every rank has to call trainer.save_checkpoint, not rank 0 alone."
             ) from error
         try:
-            self._groups = open_axis_groups(self.axes())
+            self._groups = open_groups(self.axes(), self.planes)
             yield
             self.barrier("connected")
         finally:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
+from lightning_parallel.mesh import grid
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
@@ -244,7 +245,8 @@ class PipelineStrategy(PipelineGradients):
         assert self.lightning_module is not None
         schedule = self._full_schedule()
         order = rows_by_rank(schedule)
-        ranks = self.mesh.mesh.reshape(-1, self.num_ranks)[:, [order.index(row) for row in range(len(order))]]
+        lines = grid(self.axes(), ("data", "tensor", "pipeline")).reshape(-1, self.num_ranks)
+        ranks = lines[:, [order.index(row) for row in range(len(order))]]
         return Pipeline(
             self.lightning_module,
             ranks.tolist(),
@@ -252,6 +254,9 @@ class PipelineStrategy(PipelineGradients):
             schedule.placement,
             group=partial(self.group, "pipeline"),
             data_group=self.group("data"),
+            tensor_size=self.axis_size("tensor"),
+            tensor_group=self.group("tensor"),
+            mates_group=partial(self.group, "pipeline", "tensor"),
             blocks=self.blocks,
             partition=self.partition,
             stages=self.stages,

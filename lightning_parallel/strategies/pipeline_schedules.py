@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_parallel.mesh import grid
 from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.assembly import rows_by_rank
 from lightning_parallel.pipeline.auto import Wanted, choose_together
@@ -98,7 +99,7 @@ class PipelineSchedules(PipelineCheckpoints):
         wanted = Wanted(
             self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit, self.skip_connections
         )
-        pair = self.mesh.mesh.reshape(-1)[: min(2, self.num_ranks)].tolist()
+        pair = grid(self.axes(), ("data", "tensor", "pipeline"))[0, 0, :2].tolist()
         with self.blocked("rank 0 to time the model"):
             choice = choose_together(
                 self.lightning_module,

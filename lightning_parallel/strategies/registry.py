@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.pipeline.schedules import SCHEDULES
+from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.parameter_server import ParameterServerStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.zero import ZeROStrategy
@@ -16,6 +17,7 @@ _PIPELINES = [name for name in (*SCHEDULES, "auto") if name not in _NOT_RUN]
 STRINGS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     **{f"pipeline_{name}": (PipelineStrategy, {"schedule": name}) for name in _PIPELINES},
     **{f"zero_{stage}": (ZeROStrategy, {"stage": stage}) for stage in (1, 2, 3)},
+    "hybrid": (HybridStrategy, {}),
     "parameter_server": (ParameterServerStrategy, {"consistency": "bsp"}),
     "ssp": (ParameterServerStrategy, {"consistency": "ssp"}),
 }

@@ -1,0 +1,44 @@
+"""The ranks along one axis of a mesh that hold the same stage.
+
+The one idea: what such ranks do together is said once, whatever the axis. Left out: what only one axis does
+(``data_axis.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.pipeline.channel import Waiting, nobody_waits
+
+
+class AxisLine:
+    """This rank's line along an axis.
+
+    Args:
+        ranks: its global ranks, by place along the axis.
+        group: their process group, None for the default one.
+        waiting: a context entered while this process is blocked.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: Any = None, waiting: Waiting = nobody_waits) -> None:
+        self.ranks, self.group, self.waiting = tuple(ranks), group, waiting
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's place along the axis."""
+        return self.ranks.index(dist.get_rank())
+
+    def equalize(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the first one's values, in place."""
+        if self.size > 1:
+            with self.waiting("the other copies of the model, to begin alike"):
+                for tensor in tensors:
+                    dist.broadcast(tensor, self.ranks[0], group=self.group)

@@ -1,0 +1,70 @@
+"""`HybridStrategy`: several axes of a mesh at once, data x pipeline x tensor, with ZeRO inside the data axis.
+
+The one idea: there is one body for all layouts, the pipeline's step; where the pipeline axis has one rank the model is
+one stage. The other axes are what they are elsewhere: ranks along `data` see different rows and average gradients,
+ranks along `tensor` see the same rows. This class says how many ranks lie along which axis, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.degrees import AXES, Degrees, table
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+
+
+class HybridStrategy(PipelineStrategy):
+    """Trains on a mesh of data x pipeline x tensor ranks.
+
+    Equal to one process that sees all rows. At the start rank 0 prints which rank is where.
+
+    Args:
+        data_parallel_size: copies of the model that see different rows.
+        pipeline_parallel_size: ranks over which the model's stages are dealt; 1 leaves it whole, and
+            `num_microbatches` is then 1 by default.
+        tensor_parallel_size: ranks that see the same rows and share a stage.
+        mesh_order: the axes, outermost first. The last one's ranks are neighbours, so inside a host.
+        **kwargs: see `PipelineStrategy`.
+
+    One size may be None: it is then the number of devices over the others.
+
+    Raises:
+        ValueError: an argument is not as described.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = HybridStrategy(pipeline_parallel_size=2, tensor_parallel_size=2)
+        >>> trainer = Trainer(accelerator="cpu", devices=8, strategy=strategy)  # doctest: +SKIP
+
+    Source:
+        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473.
+    """
+
+    planes = (("pipeline", "tensor"),)
+
+    def __init__(
+        self,
+        data_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = 1,
+        tensor_parallel_size: int | None = 1,
+        mesh_order: Sequence[str] = AXES,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
+        self.degrees = Degrees(sizes, mesh_order)
+
+    def axes(self) -> Mapping[str, int]:
+        return self.degrees.axes(self.world_size)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        rank_zero_info(table(self.axes()))
+
+    def _default_microbatches(self) -> int:
+        if self.num_ranks == 1 and self.num_microbatches is None and isinstance(self.schedule, str):
+            return 1
+        return super()._default_microbatches()
