@@ -137,14 +137,28 @@ class Bucket:
             return
         if self.ranks.num_replicas > 1:
             average(reduced, self.ranks.replicas, traffic)
+        earlier = self._earlier()
+        if earlier is not None:
+            earlier.add_(reduced)
         for i, parameter in enumerate(self.parameters):
             before, (at, k) = self._before.get(i), self.places[i]
             if made[i] and before is None:
                 before = ShardedGradient(reduced[at : at + k], parameter, self.ranks.group)
-            elif made[i] and before is not None:
+            elif made[i] and before is not None and earlier is None:
                 before.local.add_(reduced[at : at + k])
             parameter.grad = before
         self._before = {}
+
+    def _earlier(self) -> Tensor | None:
+        """The one vector in which the gradients lie that were reduced before, each in its place, if they do."""
+        earlier: Tensor | None = None
+        for i, gradient in self._before.items():
+            at, k = self.places[i]
+            base = gradient.local._base
+            earlier = base if earlier is None else earlier
+            if k and (base is None or base is not earlier or gradient.local.storage_offset() != at):
+                return None
+        return earlier if earlier is not None and earlier.numel() == self.layout.part else None
 
     def _collect(self) -> Tensor:
         """All gradients in one vector of the bucket's layout; those that are missing count as zero."""
