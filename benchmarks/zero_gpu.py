@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--masters", action="store_true", help="update 32-bit parameters on both sides")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--block", type=int, default=2, help="steps of a block (three times as many for small ones)")
-    parser.add_argument("--bucket-mb", type=float, default=32.0)
+    parser.add_argument("--bucket-mb", type=float, default=128.0)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)

@@ -1,4 +1,4 @@
-"""How long the watch waits for what, the one thing about it that a user may set."""
+"""How long the watch waits for what, the one thing about it that a user may set; and which waits may last."""
 
 from dataclasses import dataclass
 
@@ -22,3 +22,12 @@ class Patience:
     grace_s: float = 4.0
     exit_s: float = 8.0
     cause_s: float = 3.0
+
+
+class Moving(str):
+    """What is waited for while much data moves over the host, as a model's state does.
+
+    Ranks that all wait for it are stuck only if no processor works at it: to copy takes processor time, to wait none.
+    """
+
+    __slots__ = ()

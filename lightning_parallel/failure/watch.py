@@ -27,13 +27,14 @@ import torch.distributed as dist
 from lightning_parallel.errors import Failure, StageError
 from lightning_parallel.failure.aborts import is_communication_error, quietly, shut
 from lightning_parallel.failure.party import Party, Status, lost
-from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.processes import open_sockets, this_process, whereabouts
+from lightning_parallel.failure.patience import Moving, Patience
+from lightning_parallel.failure.processes import open_sockets, processor_seconds, this_process, whereabouts
 from lightning_parallel.failure.roll import Hub, Spoke
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
 _SAID_S = 1.5  # how long a goodbye or a report may take to arrive
 _BUSY_S = 0.05
+_COPYING = 0.02  # of a processor: who uses more is at work, who waits uses none
 _live: "weakref.WeakSet[Watch]" = weakref.WeakSet()
 
 
@@ -75,6 +76,7 @@ class Watch:
         self._failed_at = self._leaving_since = self._next_beat = 0.0
         self._since = time.monotonic()
         self._state: tuple[int, str | None] = (0, None)
+        self._used = (self._since, 0.0)  # when processor time was looked at, and what it was
         self._aborts: list[Callable[[], object]] = [lambda: shut(self._sockets & open_sockets())]
         self._sockets: set[tuple[int, str]] = set()
         self._lock, self._known = threading.Lock(), threading.Event()
@@ -222,12 +224,22 @@ class Watch:
         return False
 
     def _beat(self, party: Party, now: float) -> None:
-        state = (self.progress, self.waiting)
-        if state != self._state or self.waiting is None:
+        waiting = self.waiting
+        state = (self.progress, waiting)
+        if state != self._state or waiting is None or (isinstance(waiting, Moving) and self._moves(now)):
             self._state, self._since = state, now
         if now >= self._next_beat:
             self._next_beat = now + self.patience.beat_s  # first, since setting `stage` takes it back
-            party.beat(Status(self.rank, self.stage, self._process, self.waiting, now - self._since))
+            waits_for = None if waiting is None else str(waiting)
+            party.beat(Status(self.rank, self.stage, self._process, waits_for, now - self._since))
+
+    def _moves(self, now: float) -> bool:
+        """Whether this process has used its processor of late; looked at over half of `blocked_s`."""
+        looked, before = self._used
+        if now - looked < self.patience.blocked_s / 2:
+            return False
+        self._used = now, processor_seconds(os.getpid())
+        return self._used[1] - before > _COPYING * (now - looked)
 
     def _judge(self, party: Party, now: float) -> None:
         failure, gone = party.judge(now), party.gone()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.failure.patience import Moving
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.channel import Channel, Waiting
 
@@ -162,7 +163,7 @@ class Copy:
         if self.num_ranks == 1:
             return [value]
         box: list[Any] | None = [None] * self.num_ranks if self.rank == self.loss_rank else None
-        with self.waiting("the other stages, to gather the model's state"):
+        with self.waiting(Moving("the other stages, to gather the model's state")):
             dist.gather_object(value, box, dst=self.loss_rank, group=self._group())
         return None if box is None else [box[sorted(self.ranks).index(rank)] for rank in self.ranks]
 

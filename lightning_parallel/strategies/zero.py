@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
@@ -109,7 +109,7 @@ class ZeROStrategy(ZeROCheckpoints):
         self,
         stage: int = 2,
         engine: Engine | None = None,
-        bucket_mb: float = 32.0,
+        bucket_mb: float = 128.0,
         blocks: str | Sequence[str] = "auto",
         keep_root: bool = False,
         prefetch: Prefetch = "forward",
@@ -323,7 +323,7 @@ class ZeROStrategy(ZeROCheckpoints):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
         if self._engine is not None and self.watch is not None and not failed:
-            with self.blocked("the other ranks at the end of the run"):
+            with self.blocked(Moving("the other ranks at the end of the run")):
                 self._engine.keep_states(self.optimizers)
                 self._engine.release()
         if self._checkpoints is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
+from lightning_parallel.failure.patience import Moving
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.zero.compiled_names import clean_state_dicts
@@ -51,7 +52,7 @@ class ZeROCheckpoints(FileOrFolder):
             return [part]
         self.raise_failure()
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        with self.connected(), self.blocked("the other ranks' states"):
+        with self.connected(), self.blocked(Moving("the other ranks' states")):
             dist.gather_object(part, parts)
         return parts
 
@@ -85,7 +86,7 @@ class ZeROCheckpoints(FileOrFolder):
     def _deal_out(self, pieces: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
         """What this rank is to save of all ranks' pieces."""
         self.raise_failure()
-        with self.connected(), self.blocked("the other ranks' states"):
+        with self.connected(), self.blocked(Moving("the other ranks' states")):
             return whole_on_owners(pieces, keys, self._deal)
 
     def _deal(self, part: Any, turn: int) -> list[Any] | None:

@@ -32,7 +32,7 @@ class DeepSpeedOptions:
     """
 
     stage: int = 2
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = 128 << 20
     dtype: torch.dtype = torch.float32
     offload: bool = False
 

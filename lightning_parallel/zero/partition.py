@@ -37,7 +37,7 @@ class Options:
     """
 
     stage: int = 2
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = 128 << 20
     master_weights: bool = True
     offload: torch.device | None = None
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.failure.watch import Watch
 from tests.harness import Outcome, free_port, rank_outcomes, run_ranks
 
@@ -133,6 +133,33 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
         assert isinstance(outcome.error, StageError)
         assert str(outcome.error).split("for what will not come:")[1] == (
             "\n  stage 1 (rank 0): F3 from rank 1\n  stage 0 (rank 1): B3 from rank 0"
+        )
+
+
+def test_ranks_that_move_a_state_for_long_are_not_stuck():
+    def step(rank: int, port: int) -> int:
+        watch = watched(rank, 2, port)
+        started, rounds, state = time.monotonic(), 0, torch.ones(1 << 20)
+        with watch.blocked(Moving("the other ranks' states")):
+            while state[0].item():  # until both have seen the time go by
+                state[:] = float(time.monotonic() - started < 3 * QUICK.blocked_s)
+                dist.all_reduce(state, dist.ReduceOp.MIN)
+                rounds += 1
+        watch.stop()
+        return rounds
+
+    assert all(outcome.error is None and outcome.value > 1 for outcome in outcomes_of(step, 2))
+
+
+def test_ranks_that_wait_for_a_state_that_nobody_moves_are_stuck():
+    def step(rank: int, port: int) -> None:
+        watch = watched(rank, 2, port)
+        with watch.blocked(Moving(f"the state of rank {1 - rank}")):
+            dist.recv(torch.zeros(1), 1 - rank)
+
+    for outcome in outcomes_of(step, 2):
+        assert "\n  stage 1 (rank 0): the state of rank 1\n  stage 0 (rank 1): the state of rank 0" in str(
+            outcome.error
         )
 
 

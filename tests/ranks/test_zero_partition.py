@@ -159,7 +159,7 @@ def sgd(ps: Any) -> torch.optim.Optimizer:
 
 CASES = {
     "plain": Training(),
-    "clipped": Training(clip=0.05),
+    "clipped": Training(sgd, clip=0.05),
     "accumulated": Training(sgd, accumulate=3, clip=0.05),
     "conditional": Training(branch=lambda step, rank: step == 1),
     "conditional by rank": Training(branch=lambda step, rank: rank == step % 2),
