@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_parallel.callbacks.logged import log_measured
 from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
 from lightning_parallel.measure.reading import BubbleHistory
 from lightning_parallel.measure.spans import StepTrace
@@ -62,10 +62,7 @@ class BubbleMonitor(Callback):
         """Log the newest finished step, on the steps that log."""
         default: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._is_due(trainer.global_step, default):
-            trace = stats_of(trainer).trace()
-            # Tensors on the CPU: nothing is copied to a device to be logged, and nothing waits for one.
-            metrics = {key: torch.tensor(value) for key, value in self._read(trace, trainer).items()}
-            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
+            log_measured(trainer, self._read(stats_of(trainer).trace(), trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last step, which no later batch could."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_parallel.callbacks.logged import log_measured
 from lightning_parallel.callbacks.stats import EveryNSteps
 from lightning_parallel.measure.collective_costs import COLLECTIVES, Link, estimate
 from lightning_parallel.measure.communication import CommunicationWatch, Key, Moved, volume
@@ -87,8 +88,7 @@ class CommunicationMonitor(Callback):
         self._close()
         states = getattr(trainer.strategy, "model_states", None)
         self._formula = {} if states is None else states().volume(self.backwards)
-        metrics = {key: torch.tensor(value, dtype=torch.float64) for key, value in self.metrics().items()}
-        pl_module.log_dict(metrics, on_step=True, on_epoch=False)
+        log_measured(trainer, self.metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the names of torch.distributed as they were."""

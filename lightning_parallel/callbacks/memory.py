@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_parallel.callbacks.logged import log_measured
 from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline, stats_of
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
@@ -93,9 +93,7 @@ class MemoryMonitor(Callback):
         is_due = self._is_due(trainer.global_step, _log_every_n_steps(trainer))
         self._measured = self._meter.end(batch)
         if is_due and self._measured is not None:
-            # Doubles, since floats cannot tell bytes apart beyond 16 MiB; on the CPU, where nothing waits for a device.
-            metrics = {k: torch.tensor(value, dtype=torch.float64) for k, value in self._read(trainer).items()}
-            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
+            log_measured(trainer, self._read(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave no hooks behind where a batch was skipped."""

@@ -23,15 +23,14 @@ _CONVERT = "convert_tensors_to_scalars"
 
 
 class _ReadWhenShown(_LoggerConnector):
-    def on_batch_end(self) -> None:
+    @property
+    def metrics(self) -> Any:
         with _kept_as_tensors():
-            super().on_batch_end()
+            return super().metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        with _kept_as_tensors():
-            shown = super().progress_bar_metrics
-        self._progress_bar_metrics = convert_tensors_to_scalars(shown)
+        self._progress_bar_metrics = convert_tensors_to_scalars(super().progress_bar_metrics)
         return self._progress_bar_metrics
 
 
