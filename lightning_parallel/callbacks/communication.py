@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_parallel.callbacks.stats import EveryNSteps
+from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline
 from lightning_parallel.measure.collective_costs import COLLECTIVES, Link, estimate
 from lightning_parallel.measure.communication import CommunicationWatch, Key, Moved, volume
 
@@ -30,7 +30,8 @@ class CommunicationMonitor(Callback):
       ``communication_seconds_estimate``, latency, transfer and reduction by the alpha-beta-gamma model;
     * ``parallel/communication_moved``: bytes of all reduce-scatters and all-gathers along the data axis;
       ``parallel/communication_moved_formula``: 2P, 2P or 3P of stage 1, 2 or 3 (with k micro-batches a step, whose
-      gradients stages 2 and 3 reduce every time, (1+k)P and 3kP). Measured exceeds it by padding.
+      gradients stages 2 and 3 reduce every time, (1+k)P and 3kP). Measured exceeds it by padding. On a mesh P is of
+      rank 0's stages, stage 3 gathers as often as it was told to, and what is logged is rank 0's.
 
     A step is measured if it will be logged. Other steps cost two comparisons.
 
@@ -85,9 +86,12 @@ class CommunicationMonitor(Callback):
         if not self._is_due(trainer.global_step, _every(trainer)) or self._watch is None:
             return
         self._close()
-        states = getattr(trainer.strategy, "model_states", None)
-        self._formula = {} if states is None else states().volume(self.backwards)
-        metrics = {key: torch.tensor(value, dtype=torch.float64) for key, value in self.metrics().items()}
+        states = getattr(trainer.strategy, "model_states", lambda: None)()
+        self._formula = {} if states is None else states.volume(self.backwards)
+        values = self.metrics()
+        if runs_pipeline(trainer):  # ranks of different stages move different bytes; what is logged is rank 0's
+            values = trainer.strategy.broadcast(values)
+        metrics = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
         pl_module.log_dict(metrics, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

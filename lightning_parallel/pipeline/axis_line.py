@@ -22,19 +22,18 @@ class AxisLine:
         ranks: its global ranks, by place along the axis.
         group: their process group, None for the default one.
         waiting: a context entered while this process is blocked.
+
+    Attributes:
+        place: this rank's place along the axis.
     """
 
     def __init__(self, ranks: Sequence[int], group: Any = None, waiting: Waiting = nobody_waits) -> None:
         self.ranks, self.group, self.waiting = tuple(ranks), group, waiting
+        self.place = self.ranks.index(dist.get_rank())
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @property
-    def place(self) -> int:
-        """This rank's place along the axis."""
-        return self.ranks.index(dist.get_rank())
 
     def equalize(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the first one's values, in place."""

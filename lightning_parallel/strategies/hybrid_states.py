@@ -196,7 +196,10 @@ class DividedPipeline(PipelineStrategy):
 
     def model_states(self) -> ModelStates | None:
         """What `zero_stage` promises this rank of its stages in bytes, for callbacks; None where nothing is divided."""
-        return None if self._states is None else self._states.promise(self.optimizers)
+        if self._states is None:
+            return None
+        gathers = 1 if self.windows is None else 2 * self._default_microbatches()
+        return self._states.promise(self.optimizers, gathers)
 
     def _module_state(self) -> Mapping[str, Any]:
         state, states = super()._module_state(), self._states

@@ -9,6 +9,7 @@ alike, so that what is equal stays equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,9 +118,15 @@ class StageStates:
         """Whole parameters were written to."""
         self.partition.refresh()
 
-    def promise(self, optimizers: Sequence[Optimizer]) -> ModelStates:
-        """What ZeRO promises this rank of its stages, in bytes; collective, after an optimizer's step."""
-        return states_of_partition(self.partition, optimizers, [parameter for _, parameter in self.table.own()])
+    def promise(self, optimizers: Sequence[Optimizer], gathers: int) -> ModelStates:
+        """What ZeRO promises this rank of its stages, in bytes; collective, after an optimizer's step.
+
+        Args:
+            optimizers: all of them.
+            gathers: how often a batch gathers parameters in stage 3.
+        """
+        states = states_of_partition(self.partition, optimizers, [parameter for _, parameter in self.table.own()])
+        return replace(states, gathers=gathers) if self.stage == 3 else states
 
     def release(self) -> None:
         """Give parameters and optimizers back. Collective in stage 3."""

@@ -77,5 +77,3 @@ def test_every_layout_goes_on_from_every_other(tmp_path, kind: str, moment: str)
     for path in paths.values():
         for name, records in zip(LAYOUTS, on_meshes([resuming(n, path) for n in LAYOUTS], timeout=120.0), strict=True):
             assert_goes_on(records, whole, LAYOUTS[name])
-
-
