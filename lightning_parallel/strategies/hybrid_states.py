@@ -247,6 +247,8 @@ class DividedPipeline(PipelineStrategy):
 
     def _bring(self, pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any]) -> Mapping[Any, Mapping[str, Any]]:
         """Whole tensors of the copies' pieces: all on the first copy, or dealt out to them where each saves a share."""
+        if self._states is not None and not self._released:
+            self._states.pause()  # a copy that trains on is told so
         with self.blocked("the other copies' states"):
             if self.state_dict_type == "sharded":
                 return whole_on_owners(pieces, keys, self._gather_on)
