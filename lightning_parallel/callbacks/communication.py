@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.logged import log_measured
-from lightning_parallel.callbacks.stats import EveryNSteps
+from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline
 from lightning_parallel.measure.collective_costs import COLLECTIVES, Link, estimate
 from lightning_parallel.measure.communication import CommunicationWatch, Key, Moved, volume
 
@@ -31,7 +31,8 @@ class CommunicationMonitor(Callback):
       ``communication_seconds_estimate``, latency, transfer and reduction by the alpha-beta-gamma model;
     * ``parallel/communication_moved``: bytes of all reduce-scatters and all-gathers along the data axis;
       ``parallel/communication_moved_formula``: 2P, 2P or 3P of stage 1, 2 or 3 (with k micro-batches a step, whose
-      gradients stages 2 and 3 reduce every time, (1+k)P and 3kP). Measured exceeds it by padding.
+      gradients stages 2 and 3 reduce every time, (1+k)P and 3kP). Measured exceeds it by padding. On a mesh P is of
+      rank 0's stages, stage 3 gathers as often as it was told to, and what is logged is rank 0's.
 
     A step is measured if it will be logged. Other steps cost two comparisons.
 
@@ -86,9 +87,12 @@ class CommunicationMonitor(Callback):
         if not self._is_due(trainer.global_step, _every(trainer)) or self._watch is None:
             return
         self._close()
-        states = getattr(trainer.strategy, "model_states", None)
-        self._formula = {} if states is None else states().volume(self.backwards)
-        log_measured(trainer, self.metrics())
+        states = getattr(trainer.strategy, "model_states", lambda: None)()
+        self._formula = {} if states is None else states.volume(self.backwards)
+        values = self.metrics()
+        if runs_pipeline(trainer):  # ranks of different stages move different bytes; what is logged is rank 0's
+            values = trainer.strategy.broadcast(values)
+        log_measured(trainer, values)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the names of torch.distributed as they were."""

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+from lightning_parallel.zero.state import numbered_groups
 
 Gather = Callable[[Any], Sequence[Any] | None]
+States = Mapping[Any, Mapping[str, Any]]  # of an optimizer, by parameter
 
 
 class PrunedOptimizer:
@@ -73,24 +75,30 @@ class PrunedOptimizer:
         self.groups = []
         self.prune()
 
-    def full_state(self, gather: Gather) -> dict[str, Any]:
-        """The state dict that the optimizer would have in one process; empty off the gathering rank."""
-        mine = self.own_state()
+    def full_state(self, gather: Gather, states: States | None = None) -> dict[str, Any]:
+        """The state dict that the optimizer would have in one process; empty off the gathering rank.
+
+        Args:
+            gather: gathers an object of every rank on one of them.
+            states: of this rank's parameters, where they are not in the optimizer.
+        """
+        mine = self.own_state(states)
         parts = gather(mine["state"])
         if parts is None:
             return {}
         states = {i: state for part in parts for i, state in part.items()}
         return {**mine, "state": dict(sorted(states.items()))}
 
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self, states: States | None = None) -> dict[str, Any]:
         """This rank's part of that state dict, with the groups of the whole."""
-        groups = self.optimizer.state_dict()["param_groups"]
+        states = self.optimizer.state if states is None else states
+        groups = numbered_groups(self.optimizer)
         for group, names in zip(groups, self.groups, strict=True):
             group["params"] = [self.number[name] for name in names]
         own = {
-            self.number[entry.name]: _to_host(self.optimizer.state[parameter])
+            self.number[entry.name]: _to_host(states[parameter])
             for entry, parameter in self.table.own()
-            if entry.is_counted_on(self.table.row) and entry.name in self.number and self.optimizer.state.get(parameter)
+            if entry.is_counted_on(self.table.row) and entry.name in self.number and states.get(parameter)
         }
         return {"state": own, "param_groups": groups}
 
@@ -98,8 +106,12 @@ class PrunedOptimizer:
         """Whether this rank holds the parameter of that number."""
         return self.table.owns(self.names[number])
 
-    def load_full_state(self, state: Mapping[str, Any]) -> None:
+    def load_full_state(self, state: Mapping[str, Any], load: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Take this rank's part of a one-process state dict.
+
+        Args:
+            state: of the whole optimizer.
+            load: takes the part over, in the numbering of this rank's optimizer; default the optimizer itself.
 
         Raises:
             ValueError: its groups have other sizes than this optimizer's.
@@ -120,7 +132,7 @@ class PrunedOptimizer:
             local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
             count += len(own)
-        self.optimizer.load_state_dict({"state": local, "param_groups": groups})
+        (load or self.optimizer.load_state_dict)({"state": local, "param_groups": groups})
 
 
 def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gather) -> dict[str, Any]:

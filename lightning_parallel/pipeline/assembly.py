@@ -53,6 +53,7 @@ class Pipeline(Copy):
             multiprocessors from the action before it.
         recompute: see `Cut`.
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
+        early_sums: whether sums of gradients over copies begin while backwards run.
         context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         data_group, tensor_group: the ranks of this row in the copies along each axis; None: the default group's.
@@ -83,6 +84,7 @@ class Pipeline(Copy):
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
         cuda_graphs: bool = False,
+        early_sums: bool = True,
         context: Context = nullcontext,
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
@@ -99,7 +101,7 @@ class Pipeline(Copy):
         self.table = ParameterTable(model, layout, self._holders(), self.row)
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
-        self._prepare_gradients(graphs)
+        self._prepare_gradients(graphs, early_sums)
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
@@ -126,7 +128,7 @@ class Pipeline(Copy):
         self.tensor.equalize(values)
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
-    def _prepare_gradients(self, graphs: SharedGraphs | None) -> None:
+    def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
         own = [parameter for _, parameter in self.own]
         self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
@@ -134,7 +136,7 @@ class Pipeline(Copy):
         self.early: EarlySums | None = None
         if self.num_replicas > 1:
             self.sums = GradientSums(self.table, self._groups, self.device, self.waiting)
-        elif self.data.size > 1:
+        elif self.data.size > 1 and early_sums:
             unseen = () if graphs is None else (graphs.adds_to,)
             self.early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen)
 

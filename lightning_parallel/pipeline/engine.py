@@ -102,10 +102,22 @@ class Engine:
         moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended
         seat = self._seat(action)
         source = seat.source_of(action)
+        windows = work.windows if action.kind != "W" else None  # a product of weights needs none of them
 
         def ready() -> None:
-            moments.append(moments[-1] if source is None or source.is_local else self.clock.mark())
+            if windows is not None:
+                windows.wait()
+            elsewhere = windows is not None or (source is not None and not source.is_local)
+            moments.append(self.clock.mark() if elsewhere else moments[-1])
 
+        if windows is not None:
+            windows.begin(action.stage)  # while what the action needs is on its way
+        self._do(action, seat, work, ready)
+        if windows is not None:
+            windows.end(action.stage)
+        moments.append(self.clock.mark())
+
+    def _do(self, action: Action, seat: Seat, work: StepWork, ready: Callable[[], None]) -> None:
         if action.kind == "F":
             result = seat.forward(action, work, ready)
             if seat.departure is None:
@@ -115,7 +127,6 @@ class Engine:
             seat.weights(action, work)
         else:
             seat.backward(action, work, ready)
-        moments.append(self.clock.mark())
 
     def _post_ahead(self, actions: Sequence[Action], work: StepWork) -> None:
         """Post receives in the order of the sends: none before an earlier one of its channel that is not agreed yet."""

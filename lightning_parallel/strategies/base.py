@@ -289,7 +289,10 @@ class MeshStrategy(ParallelStrategy):
         if group is None and self.axis_size("data") == 1:
             return tensor
         group = self.group("data") if group is None else group
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self.blocked("the other ranks' value, to reduce it"):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data axis; a single model copy gives its tensor back, as one process does."""

@@ -13,10 +13,10 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.degrees import AXES, Degrees, table
-from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
 
 
-class HybridStrategy(PipelineStrategy):
+class HybridStrategy(DividedPipeline):
     """Trains on a mesh of data x pipeline x tensor ranks.
 
     Equal to one process that sees all rows. At the start rank 0 prints which rank is where.
@@ -26,6 +26,11 @@ class HybridStrategy(PipelineStrategy):
         pipeline_parallel_size: ranks over which the model's stages are dealt; 1 leaves it whole, and
             `num_microbatches` is then 1 by default.
         tensor_parallel_size: ranks that see the same rows and share a stage.
+        zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
+            optimizer states, 2 gradients too (between steps), 3 parameters too.
+        gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
+            for the backward of every "microbatch", which holds one stage's at a time and moves more.
+        bucket_mb: with `zero_stage`, megabytes of gradients that are reduced at a time.
         mesh_order: the axes, outermost first. The last one's ranks are neighbours, so inside a host.
         **kwargs: see `PipelineStrategy`.
 
@@ -50,15 +55,23 @@ class HybridStrategy(PipelineStrategy):
         data_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = 1,
         tensor_parallel_size: int | None = 1,
+        zero_stage: int = 0,
+        gather: Gather = "step",
+        bucket_mb: float = 32.0,
         mesh_order: Sequence[str] = AXES,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(zero_stage, gather, bucket_mb, **kwargs)
         sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
         self.degrees = Degrees(sizes, mesh_order)
 
     def axes(self) -> Mapping[str, int]:
         return self.degrees.axes(self.world_size)
+
+    def group_names(self) -> dict[int, str]:
+        """What the process groups are for, for callbacks: by their identity. The default one is of all axes."""
+        named = {id(group): "x".join(sorted(axes)) for axes, group in self._groups.items()}
+        return named | {id(self._sigterm_group): "host"}
 
     def setup_environment(self) -> None:
         super().setup_environment()

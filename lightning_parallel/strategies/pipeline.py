@@ -265,6 +265,7 @@ class PipelineStrategy(PipelineGradients):
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,
             cuda_graphs=self.cuda_graphs,
+            early_sums=self.early_sums,
             context=self.precision_plugin.train_step_context,
             fail=self._stage_error,
             waiting=self.blocked,
@@ -343,7 +344,7 @@ class PipelineStrategy(PipelineGradients):
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
         if step.index == 0:
-            self.pipeline.data.pause(self._trainable())
+            self._pause()
         if step.index == 0 and kind != "training":
             self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
             self.pipeline.check_same("logged", self._logged())
@@ -374,7 +375,7 @@ class PipelineStrategy(PipelineGradients):
 
     def on_train_end(self) -> None:
         self._check_last_logged()
-        self.pipeline.data.pause(self._trainable())
+        self._pause()
         if self.pipeline.num_replicas > 1:
             self.pipeline.compare_replicas("at the end of training")
 

@@ -7,6 +7,7 @@ rank answers with its stage's part, gathered to the whole or not, and takes its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import (
     PrunedOptimizer,
+    States,
     full_state_dict,
     load_full_state_dict,
     own_state_dict,
@@ -48,10 +50,19 @@ class PipelineCheckpoints(FileOrFolder):
         assert self.lightning_module is not None
         if self._pipeline is None:  # in the process that forked the ranks: the weights have come back to it
             return super().lightning_module_state_dict()
+        state = self._module_state()
         if self.state_dict_type == "sharded":
-            own = own_state_dict(self.lightning_module.state_dict(), self.pipeline.table)
-            return own if self.pipeline.copy == 0 else {}
-        return self._whole(self.lightning_module.state_dict())
+            return self._to_save(own_state_dict(state, self.pipeline.table))
+        return self._whole(state)
+
+    def _module_state(self) -> Mapping[str, Any]:
+        """The module's state with the values of what this rank holds."""
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
+        """Of what this rank's stages have, what this rank saves in a folder: the first copy saves all."""
+        return own if self.pipeline.copy == 0 else {}
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
@@ -63,13 +74,22 @@ class PipelineCheckpoints(FileOrFolder):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0, nothing elsewhere (sharded: a part); all ranks call it."""
         pruned = self._pruned[id(unwrapped(optimizer))]
-        if self.state_dict_type == "sharded":
-            own = pruned.own_state()
-            return own if self.pipeline.copy == 0 else {**own, "state": {}}
         self.raise_failure()
         with self.connected():
-            whole = pruned.full_state(self.pipeline.gather)
+            states = self._states_of(pruned.optimizer)
+            if self.state_dict_type == "sharded":
+                own = pruned.own_state(states)
+                return {**own, "state": self._to_save(own["state"])}
+            whole = pruned.full_state(self.pipeline.gather, states)
         return whole if self.pipeline.copy == 0 else {}
+
+    def _states_of(self, optimizer: Optimizer) -> States:
+        """An optimizer's states of this rank's parameters."""
+        return optimizer.state
+
+    def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take over an optimizer's states of this rank's parameters."""
+        optimizer.load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
@@ -102,5 +122,5 @@ class PipelineCheckpoints(FileOrFolder):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if replaced:
                 self._pruned[id(optimizer)].take_over()
-            self._pruned[id(optimizer)].load_full_state(state)
+            self._pruned[id(optimizer)].load_full_state(state, partial(self._load_into, optimizer))
         _optimizers_to_device(self.optimizers, self.root_device)

@@ -20,11 +20,15 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
+from lightning_parallel.zero.gradient import local_part
+from lightning_parallel.zero.windows import Windows
 
 
 class PipelineGradients(PipelineSchedules):
     """The part of a pipeline strategy that delivers gradients."""
 
+    early_sums = True  # whether sums over the copies of the model begin while backwards run
+    windows: Windows | None = None  # makes parameters whole for actions, where copies divide them
     _accumulating = False
 
     def _will_be_zeroed(self) -> bool:
@@ -75,15 +79,25 @@ class PipelineGradients(PipelineSchedules):
                 continue
             if before is None:
                 parameter.grad = gradient
+            elif type(before) is not Tensor:  # divided among ranks: what is added waits there
+                before.add_(gradient)
             else:
                 into.append(before)
                 added.append(gradient)
         if into:
             torch._foreach_add_(into, added)
+        self._join_copies()
+
+    def _join_copies(self) -> None:
+        """`grad` is whole on this copy of the model: average it over the copies, where the optimizer is to use it."""
         if not self._accumulating:
             self.pipeline.data.average(self._trainable(), self.pipeline.early)
             if self.pipeline.data.size > 2:  # two summands give one sum, in whatever bucket
                 self.pipeline.equalize_shared_gradients()
+
+    def _pause(self) -> None:
+        """Where an epoch or an evaluation begins or training ends: all copies have to be there."""
+        self.pipeline.data.pause(self._trainable())
 
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.pipeline.own if parameter.requires_grad]
@@ -102,8 +116,12 @@ class PipelineGradients(PipelineSchedules):
         parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
         own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
         counted = [p.grad for entry, p in own if entry.is_counted_on(self.row) and p.grad is not None]
-        norm = total_norm(counted, self.root_device, self.pipeline.all_reduce)
+        norm = total_norm(list(map(local_part, counted)), self.root_device, self._sum_over_parts)
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for _, p in own if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale)
+
+    def _sum_over_parts(self, value: Tensor) -> None:
+        """Sum over the ranks that hold different parts of one model, in place."""
+        self.pipeline.all_reduce(value)

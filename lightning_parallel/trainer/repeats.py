@@ -55,6 +55,10 @@ class Repeats:
         """Whether the first step of a kind runs, which may become void."""
         return self._possible and kind not in self._seen and kind not in self._repeating
 
+    def may_repeat(self, kind: str) -> bool:
+        """Whether a step of that kind may run parts of itself more often than once."""
+        return self.is_first(kind) or kind in self._repeating
+
     def learn(self, kind: str, work: StepWork) -> None:
         """Before a step of a kind that repeats: find out about the calls of signatures that are new."""
         new = self._pipeline.rounds.new(work.signatures) if kind in self._repeating else []

@@ -76,6 +76,7 @@ class TrainerStep:
             after_forwards=self._after_forwards(),
             after_action=after_action,
             early=early,
+            windows=strategy.windows,
             may_begin_anew=may_begin_anew,
         )
         return self._work

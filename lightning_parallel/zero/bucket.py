@@ -65,7 +65,7 @@ class Bucket:
         self.layout = lay_out([p.numel() for p in parameters], ranks.size, first.element_size())
         self.flat = first.detach().new_zeros(self.layout.numel)
         self._adopt()
-        self.own = self._part_of(self.flat)
+        self.own = self._own_part()
         self.places = [self._place(i) for i in range(len(parameters))]
         dtype = torch.promote_types(first.dtype, torch.float32) if master else first.dtype
         as_it_is = dtype == first.dtype and offload is None
@@ -85,12 +85,21 @@ class Bucket:
         """Whether the optimizer updates a copy of this rank's part and not the part itself."""
         return self.updated is not self.own
 
+    def _own_part(self) -> Tensor:
+        """Where this rank's part of the parameters lies."""
+        return self._part_of(self.flat)
+
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @property
     def expected(self) -> int:
         """How many parameters a backward may bring a gradient for."""
         return sum(p.requires_grad for p in self.parameters)
+
+    def made(self) -> list[bool]:
+        """For each parameter, whether backwards made a gradient since it was last reduced."""
+        gradients = [p.grad.fresh if isinstance(p.grad, ShardedGradient) else p.grad for p in self.parameters]
+        return [gradient is not None for gradient in gradients]
 
     def hold(self) -> None:
         """Keep whole gradients, to which later backwards add (stage 1)."""

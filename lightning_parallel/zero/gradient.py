@@ -132,6 +132,11 @@ def _join_norms(norm: Tensor, order: float, group: Any) -> Tensor:
     return joined ** (1 / order)
 
 
+def local_part(gradient: Tensor) -> Tensor:
+    """This rank's elements of a gradient, which is whole or divided."""
+    return gradient.local if isinstance(gradient, ShardedGradient) else gradient
+
+
 def _is_whole(other: Any, gradient: Any) -> bool:
     return type(gradient) is ShardedGradient and type(other) is Tensor and other.dim() >= min(gradient.dim(), 1)
 

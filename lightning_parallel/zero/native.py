@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -133,24 +133,7 @@ class NativeEngine:
 
     def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
         """What the paper promises this rank, and what the buckets add; all ranks call it, after an optimizer's step."""
-        partition = self.partition
-        buckets = [b for b in partition.buckets if b.expected]
-        layouts, ranks = [b.layout for b in buckets], partition.ranks
-        first = buckets[0].parameters[0].element_size()
-        parameters = sum(sum(layout.numels) for layout in layouts)
-        parts = sum(layout.part for layout in layouts)
-        stage, whole = partition.options.stage, parts * ranks.size
-        by_element, counters = state_sizes((s, state) for o in optimizers for s, state in o.state.items())
-        copied = max(bucket.updated.element_size() if bucket.has_copy else 0 for bucket in buckets)
-        by_element, copied = most_of_ranks([by_element, copied], partition.control)
-        copies = sum(bucket.layout.part for bucket in buckets if bucket.has_copy)
-        trained = {p for bucket in buckets for p in bucket.parameters}
-        return promise(
-            stage, ranks.size, parameters, StateBytes(first, first, copied + by_element), first,
-            held={"parameters": whole, "gradients": parts if stage >= 2 else whole, "copy": copies}, copy_bytes=copied,
-            owned=sum(k for bucket in buckets for _, k in bucket.places), counters=counters,
-            frozen=sum(p.nbytes for p in partition.module.parameters() if p not in trained),
-        )  # fmt: skip
+        return states_of_partition(self.partition, optimizers, self.partition.module.parameters())
 
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards. It stays where it is."""
@@ -158,6 +141,31 @@ class NativeEngine:
     def release(self) -> None:
         """Give module and optimizers back."""
         self.partition.release()
+
+
+def states_of_partition(
+    partition: Partition, optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]
+) -> ModelStates:
+    """What the paper promises this rank of these parameters, and what the buckets add; all ranks call it, after an
+    optimizer's step."""
+    buckets = [b for b in partition.buckets if b.expected]
+    layouts, ranks = [b.layout for b in buckets], partition.ranks
+    first = buckets[0].parameters[0].element_size()
+    count = sum(sum(layout.numels) for layout in layouts)
+    parts = sum(layout.part for layout in layouts)
+    stage, whole = partition.options.stage, parts * ranks.size
+    held = parts + len(buckets) if stage == 3 else whole  # the number behind each part that closed parameters read
+    by_element, counters = state_sizes((s, state) for o in optimizers for s, state in o.state.items())
+    copied = max(bucket.updated.element_size() if bucket.has_copy else 0 for bucket in buckets)
+    by_element, copied = most_of_ranks([by_element, copied], partition.control)
+    copies = sum(bucket.layout.part for bucket in buckets if bucket.has_copy)
+    trained = {p for bucket in buckets for p in bucket.parameters}
+    return promise(
+        stage, ranks.size, count, StateBytes(first, first, copied + by_element), first,
+        held={"parameters": held, "gradients": parts if stage >= 2 else whole, "copy": copies}, copy_bytes=copied,
+        owned=sum(k for bucket in buckets for _, k in bucket.places), counters=counters,
+        frozen=sum(p.nbytes for p in parameters if p not in trained),
+    )  # fmt: skip
 
 
 def wider(state: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:

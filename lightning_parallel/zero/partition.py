@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_parallel.zero.bucket import Bucket, Ranks
 from lightning_parallel.zero.collectives import Traffic, broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
+from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.layout import fill_buckets
 from lightning_parallel.zero.reducer import Reducer, Waiting
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -30,7 +31,7 @@ class Options:
     """How to divide.
 
     Args:
-        stage: 1 or 2.
+        stage: 1 or 2; 3, where whoever runs the module opens and closes `GatheredBucket`s.
         bucket_bytes: of the gradients that are reduced at a time, C_B of the paper.
         master_weights: whether parameters of 16 bits have a copy of 32 bits that the optimizer updates.
         offload: where optimizer states and the copy live; None is the parameters' device.
@@ -54,6 +55,8 @@ class Partition:
         source: the global rank whose parameters all begin with.
         waiting: a context entered while this process is blocked.
         agree: raises unless all ranks give it the same; called when groups are added.
+        group: all ranks that see different rows, on the device; None is the default group.
+        apart: what parameters must have in common to lie in one bucket, a sortable value.
 
     Raises:
         ValueError: an optimizer has parameters that the module does not register.
@@ -69,9 +72,12 @@ class Partition:
         source: int = 0,
         waiting: Waiting = lambda what: nullcontext(),
         agree: Agree = lambda what, names: None,
+        group: Any = None,
+        apart: Callable[[nn.Parameter], Any] = lambda parameter: (),
     ) -> None:
         self.module, self.ranks, self.options = module, ranks, options
         self.control, self.source, self.waiting, self._agree = control, source, waiting, agree
+        self._group, self._apart = group, apart
         self.traffic = Traffic()
         self.reducer = Reducer(self.traffic, control, waiting, self.name_of)
         self.buckets: list[Bucket] = []
@@ -140,18 +146,21 @@ class Partition:
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
         """New buckets: what trains apart from what does not, dtype by dtype."""
         options = self.options
-        parameters = sorted(parameters, key=lambda p: not p.requires_grad)
-        keys = [(p.requires_grad, p.dtype, p.device) for p in parameters]
+        parameters = sorted(parameters, key=lambda p: (not p.requires_grad, self._apart(p)))
+        keys = [(p.requires_grad, p.dtype, p.device, self._apart(p)) for p in parameters]
         groups = fill_buckets(keys, [p.nbytes for p in parameters], options.bucket_bytes)
         made: list[Bucket] = []
         for indices in groups:
             members = [parameters[i] for i in indices]
             for index, parameter in enumerate(members):
                 self._slots[parameter] = (len(self.buckets) + len(made), index)
-            made.append(Bucket(members, self.ranks, options.master_weights, options.stage == 1, options.offload))
-        broadcast_all([bucket.flat for bucket in made], None, self.source)
+            kind = GatheredBucket if options.stage == 3 else Bucket
+            made.append(kind(members, self.ranks, options.master_weights, options.stage == 1, options.offload))
+        broadcast_all([bucket.flat for bucket in made], self._group, self.source)
         for bucket in made:
             bucket.refresh()
+            if isinstance(bucket, GatheredBucket):
+                bucket.close()
         self.buckets += made
         self.reducer.add(made)
 
@@ -172,7 +181,7 @@ class Partition:
 
     def share_buffers(self) -> None:
         """All ranks get the first one's buffers, as DistributedDataParallel does before a forward."""
-        broadcast_together(list(self.module.buffers()), None, self.source)
+        broadcast_together(list(self.module.buffers()), self._group, self.source)
 
     def refresh(self) -> None:
         """The module's parameters were written to."""

@@ -49,6 +49,7 @@ class ModelStates:
         of: bytes of an element by kind, without ZeRO.
         kinds: "parameters", "gradients", "optimizer".
         moved_bytes: of an element that is reduced or gathered.
+        gathers: how often a backward's parameters are gathered, where it is not as often as the paper says.
     """
 
     stage: int
@@ -57,11 +58,15 @@ class ModelStates:
     of: StateBytes
     kinds: Mapping[str, KindPromise]
     moved_bytes: int
+    gathers: int | None = None
 
     def volume(self, backwards: int = 1) -> dict[str, int]:
         """Bytes that a step of so many micro-batches moves, by collective, without padding."""
         nbytes = self.parameters * self.moved_bytes
-        return {kind: times * nbytes for kind, times in volume_of_step(self.stage, backwards).items()}
+        times = volume_of_step(self.stage, backwards)
+        if self.gathers is not None:
+            times["all_gather"] = self.gathers * backwards
+        return {kind: count * nbytes for kind, count in times.items()}
 
 
 def promise(

@@ -109,6 +109,35 @@ class Reducer:
         self.finish()
         self.sync = before
 
+    def reduce_made(self) -> None:
+        """Reduce gradients to which no more is added. Who has which is agreed before anything is sent, so that ranks
+        that have come to a pause meanwhile are told so."""
+        self._start()
+        self._open = False
+        with self.waiting("the other ranks' gradients"):
+            made = self._vote([bucket.made() for bucket in self.buckets], pausing=False)
+        self._launch(everything=True)
+        for number in self._active:
+            self.buckets[number].deliver(made[number], self.traffic)
+        self.rounds += 1
+
+    def begin(self, batches: int) -> None:
+        """Before a step whose collectives all ranks have to share: they are there, with as many micro-batches.
+
+        Raises:
+            ValueError: others have come to a pause, or have another number.
+        """
+        with self.waiting("the other ranks, to begin a step"):
+            self._vote([[False] * len(bucket.parameters) for bucket in self.buckets], pausing=False)
+            counts = torch.tensor([batches, -batches])
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.group)
+        most, least = counts[0].item(), -counts[1].item()
+        if most != least:
+            raise ValueError(
+                f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
+                ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
+            )
+
     def pause(self) -> None:
         """Where an epoch or an evaluation begins: all ranks have to be there.
 

@@ -107,7 +107,8 @@ class ShardedOptimizer:
             works += [bucket.gather(self.partition.traffic) for bucket in buckets if _has_gradients(bucket)]
         with self.partition.waiting("the other ranks' parameters"):
             for work in works:
-                work.wait()
+                if work is not None:
+                    work.wait()
         return result
 
     def _portions(self) -> Iterator[list[Bucket]]:

@@ -8,6 +8,7 @@ every step, all weights, the optimizer's state. ``assert_parity`` compares them.
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,7 +110,8 @@ class Recorder(Callback):
         self.record.weights = {k: v.detach().clone() for k, v in state.items() if isinstance(v, Tensor)}
         self.record.optimizers = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
         if isinstance(trainer.strategy, PipelineStrategy):
-            self.record.own = {entry.name: p.detach().clone() for entry, p in trainer.strategy.pipeline.own}
+            with getattr(trainer.strategy, "whole_parameters", nullcontext)():
+                self.record.own = {entry.name: p.detach().clone() for entry, p in trainer.strategy.pipeline.own}
         if self.at_end is not None:
             self.record.extra = self.at_end(trainer, module)
 

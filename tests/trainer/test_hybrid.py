@@ -47,3 +47,24 @@ def test_sizes_that_make_no_mesh_are_refused(sizes, order, world, words):
 def test_a_strategy_checks_its_sizes_when_it_is_made():
     with pytest.raises(ValueError, match=r"tensor_parallel_size=1\.5: give a number of ranks"):
         HybridStrategy(tensor_parallel_size=1.5)
+
+
+def divided(mesh: Mesh, stage: int, **options) -> Mesh:
+    """The mesh with ZeRO in its data axis, in small buckets."""
+    return Mesh(mesh.data, mesh.pipeline, mesh.tensor, {"zero_stage": stage, "bucket_mb": 1e-3, **options})
+
+
+DIVIDED = {
+    "stage 1": divided(Mesh(2, 2), 1),
+    "stage 2, zb_v": divided(Mesh(2, 2), 2, schedule="zb_v"),
+    "stage 3": divided(Mesh(2, 2), 3, schedule="interleaved_1f1b"),
+    "stage 3, a micro-batch": divided(Mesh(2, 2), 3, gather="microbatch", schedule="zb_v"),
+    "stage 3, four copies": divided(Mesh(4, 1), 3, num_microbatches=2, gather="microbatch"),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_stages_of_zero_are_one_process(name):
+    case = gpt_case(accumulate_grad_batches=2)
+    [records] = on_meshes([(case, DIVIDED[name])])
+    assert_one_process(records, one_process(case), DIVIDED[name])

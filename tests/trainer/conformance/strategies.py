@@ -194,6 +194,21 @@ COPIES: dict[str, Any] = {
     "without": ["outside_steps"],  # counts the rows of all copies
     "label": " in 2 copies",
 }
+# Every copy gets all rows, and the states of each stage are divided between two copies.
+MESH: dict[str, Any] = {
+    **PIPELINE,
+    "options": {**PIPELINE["options"], "pipeline_parallel_size": 2, "zero_stage": 2, "bucket_mb": 1e-4},
+    "trainer": {"use_distributed_sampler": False},
+    "refuses": {name: text.replace("PipelineStrategy", "HybridStrategy") for name, text in PIPELINE["refuses"].items()},
+    "without": ["outside_steps"],  # counts the rows of all copies
+    "label": ", 2 x 2 with ZeRO 2",
+}
+MESH_3: dict[str, Any] = {
+    **MESH,
+    "options": {**MESH["options"], "zero_stage": 3},
+    "without": [*MESH["without"]],
+    "label": ", 2 x 2 with ZeRO 3",
+}
 # Both workers get all rows, and the mean of a clock's pushes is one process's gradient.
 SERVERS: dict[str, Any] = {
     "options": {"lease": 30.0},
@@ -233,6 +248,8 @@ STRATEGIES = (
     Entry("pipeline_interleaved_1f1b", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
+    Entry("hybrid", 4, **MESH, slow=True),
+    Entry("hybrid", 4, **MESH_3, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, slow=True, label=", all scenarios"),
     Entry("pipeline_chimera", 2, **BOTH_WAYS, slow=True, label=", all scenarios"),

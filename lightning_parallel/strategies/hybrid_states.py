@@ -1,0 +1,262 @@
+"""The states of a mesh's stages, divided along the data axis as ZeRO's stages 1, 2 and 3 say.
+
+The one idea: a pipeline's step stays what it is; where it averages gradients over the copies of the model they are
+reduced to parts, and where the pipeline reads or loads states, parts are made whole or cut. Left out: how
+(``zero/stage_states.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint.full import States
+from lightning_parallel.strategies.arguments import refuse_arguments
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.trainer.holders import model_copies
+from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.zero.partition import Options
+from lightning_parallel.zero.stage_states import StageStates, joined
+from lightning_parallel.zero.state import whole_on_owners
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_parallel.zero.promise import ModelStates
+
+Gather = Literal["step", "microbatch"]
+
+
+class DividedPipeline(PipelineStrategy):
+    """A pipeline whose copies along the data axis divide the states of the stages that they hold alike.
+
+    Args:
+        zero_stage: 0 divides nothing, 1 optimizer states, 2 gradients too (between steps), 3 parameters too.
+        gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
+            for the backward of every "microbatch".
+        bucket_mb: megabytes of gradients that are reduced at a time.
+        **kwargs: see `PipelineStrategy`.
+    """
+
+    def __init__(
+        self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 32.0, cuda_graphs: bool = False,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(cuda_graphs=cuda_graphs, **kwargs)
+        refuse_arguments(
+            self,
+            zero_stage=(zero_stage, zero_stage in (0, 1, 2, 3) and not isinstance(zero_stage, bool), "0, 1, 2 or 3"),
+            gather=(
+                gather,
+                gather == "step" or (gather == "microbatch" and zero_stage == 3),
+                '"step", or "microbatch" with zero_stage=3',
+            ),
+            bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
+            cuda_graphs=(
+                cuda_graphs,
+                not (cuda_graphs and zero_stage == 3),
+                "False with zero_stage=3: a graph reads parameters where they lay when it was captured",
+            ),
+        )
+        self.zero_stage, self.gather_once_a, self.bucket_mb = zero_stage, gather, bucket_mb
+        self.early_sums = zero_stage == 0
+        self._states: StageStates | None = None
+        self._released = self._evaluates = False
+
+    # -- set-up and teardown -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        self._states, self._released, self._evaluates = None, False, False
+        self.windows = None
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        pipeline, name = self.pipeline, type(self).__name__
+        if self.zero_stage and pipeline.data.size == 1:
+            rank_zero_warn(f"{name}(zero_stage={self.zero_stage}) divides nothing: the data axis has one rank.")
+        if not self.zero_stage or pipeline.data.size == 1:
+            return
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer, name)
+        self._refuse_whole(trainer)
+        options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), master_weights=False)
+        self._states = StageStates(pipeline.table, self.optimizers, pipeline.data, options, self.blocked)
+        self.windows = self._states.windows if self.gather_once_a == "microbatch" else None
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
+            plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _refuse_whole(self, trainer: Trainer) -> None:
+        """Raise for what needs parameters whole where stage 3 has parts of them."""
+        if self.zero_stage < 3:
+            return
+        assert self.lightning_module is not None
+        name = type(self).__name__
+        if self.pipeline.num_replicas > 1:
+            raise ValueError(
+                f"{name}(zero_stage=3) divides parameters, and schedule {self._full_schedule().name!r} keeps two"
+                " replicas of each stage, whose parameters are compared. Use a schedule of one direction, or"
+                " zero_stage=2."
+            )
+        if model_copies(trainer, self.lightning_module):
+            raise ValueError(
+                f"{name}(zero_stage=3) leaves a rank a part of each parameter, but a callback that averages weights"
+                " reads all of them. Use zero_stage=2."
+            )
+
+    def teardown(self) -> None:
+        self.precision_plugin.__dict__.pop("clip_gradients", None)
+        if self._states is not None and self.watch is not None and not self.failed:
+            with self.blocked("the other ranks at the end of the run"):
+                self._states.release()
+            self._released = True
+        super().teardown()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        with self._gathered("training", batch):
+            return super().training_step(batch, *args)
+
+    def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        with self._gathered(kind, batch):
+            return super()._evaluate(kind, batch, args)
+
+    @contextmanager
+    def _gathered(self, kind: str, batch: Any) -> Iterator[None]:
+        """Around a step of stage 3: parameters are whole inside, or while an action runs.
+
+        What gathers once keeps parameters from the first batch of an evaluation to its end, since copies may have
+        different numbers of batches there.
+        """
+        states, once, training = self._states, self.windows is None, kind == "training"
+        if states is None or self.zero_stage < 3:
+            yield
+            return
+        if self._is_first_batch(training):
+            states.pause()  # who still trains is told, before collectives of two kinds meet
+        if once and not training:
+            if not self._evaluates:
+                states.windows.hold()
+            self._evaluates = True
+            yield
+            return
+        self._evaluates = not training
+        states.partition.reducer.begin(0 if once else len(self._sizes(batch)))
+        whole = once or self.repeats.may_repeat(kind) or (training and not self._loss_checked)
+        with states.windows.whole() if whole else nullcontext():
+            yield
+
+    def _is_first_batch(self, training: bool) -> bool:
+        assert self.lightning_module is not None
+        if training:
+            return self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx == 0
+        return not self._evaluates
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """For hooks: inside, this rank's parameters are whole also in stage 3, where they read NaN between steps. All
+        ranks enter it; what is written inside is lost."""
+        return nullcontext() if self._states is None or self._released else self._states.windows.whole()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._states is not None and self._evaluates and self.windows is None:
+            self._states.windows.let_go()
+        self._evaluates = False
+
+    def _join_copies(self) -> None:
+        if self._states is None:
+            super()._join_copies()
+        else:
+            self._states.reduce(self._accumulating)
+
+    def _pause(self) -> None:
+        if self._states is None:
+            super()._pause()
+        else:
+            self._states.pause()
+
+    def _sum_over_parts(self, value: Tensor) -> None:
+        super()._sum_over_parts(value)
+        if self._states is not None:
+            with self.blocked("the other copies of the model, to add up a norm"):
+                dist.all_reduce(value, group=self.pipeline.data.group)
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def model_states(self) -> ModelStates | None:
+        """What `zero_stage` promises this rank of its stages in bytes, for callbacks; None where nothing is divided."""
+        if self._states is None:
+            return None
+        gathers = 1 if self.windows is None else 2 * self._default_microbatches()
+        return self._states.promise(self.optimizers, gathers)
+
+    def _module_state(self) -> Mapping[str, Any]:
+        state, states = super()._module_state(), self._states
+        if states is None:
+            return state
+        entries = self.pipeline.table.by_name
+        divided = states.divided if self.zero_stage == 3 and not self._released else frozenset()
+        if self.state_dict_type == "sharded" and self.pipeline.data.place:  # what is whole the first copy saves
+            state = {name: value for name, value in state.items() if name in entries and entries[name].name in divided}
+        if not divided:
+            return state
+        self.raise_failure()
+        with self.connected():
+            whole = states.parameters(self._bring)
+        of = {name: entries[name].name if name in entries else name for name in state}
+        return {
+            name: whole.get(of[name], value)
+            for name, value in state.items()
+            if of[name] in whole or of[name] not in divided
+        }
+
+    def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
+        if self._states is None:
+            return super()._to_save(own)
+        return own if self.pipeline.tensor.place == 0 else {}
+
+    def _states_of(self, optimizer: Optimizer) -> States:
+        if self._states is None:
+            return super()._states_of(optimizer)
+        return self._states.optimizer_states(optimizer, self._bring)
+
+    def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if self._states is None:
+            super()._load_into(optimizer, state)
+        else:
+            self._states.load_optimizer(optimizer, state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._states is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        with self._states.windows.whole():
+            super().load_model_state_dict(checkpoint, strict)
+            self._states.refresh()
+
+    def _bring(self, pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any]) -> Mapping[Any, Mapping[str, Any]]:
+        """Whole tensors of the copies' pieces: all on the first copy, or dealt out to them where each saves a share."""
+        if self._states is not None and not self._released:
+            self._states.pause()  # a copy that trains on is told so
+        with self.blocked("the other copies' states"):
+            if self.state_dict_type == "sharded":
+                return whole_on_owners(pieces, keys, self._gather_on)
+            return joined(self._gather_on(pieces, 0))
+
+    def _gather_on(self, part: Any, turn: int) -> list[Any] | None:
+        ranks = self.pipeline.data.ranks
+        owner = ranks[turn % len(ranks)]
+        parts: list[Any] | None = [None] * len(ranks) if self.global_rank == owner else None
+        dist.gather_object(part, parts, dst=owner, group=self.group("data"))
+        return parts

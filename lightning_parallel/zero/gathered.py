@@ -1,0 +1,68 @@
+"""A bucket whose parameters are whole only while they are needed: stage 3 on flat buckets.
+
+The one idea: the memory of the whole bucket comes and goes, the tensors that autograd has saved of it stay what they
+are. A rank keeps its part; `open` gives the bucket memory and gathers all parts into it, `close` takes the memory away.
+While it is closed, parameters have their shape and dtype and read NaN, and writing to them raises.
+
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; that saved tensors outlive the memory is as PyTorch's
+FullyShardedDataParallel does it (Zhao et al., arXiv 2304.11277, section 4.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.collectives import Traffic, all_gather_parts
+
+
+class GatheredBucket(Bucket):
+    """Parameters of one dtype, of which this rank keeps its part. It begins open, and the arguments are a `Bucket`'s.
+
+    Attributes:
+        is_open: whether the parameters are whole.
+    """
+
+    is_open = True
+
+    def _own_part(self) -> Tensor:
+        """The part in memory of its own, and behind it the number that closed parameters read."""
+        part = self._part_of(self.flat)
+        own = torch.cat([part, part.new_full((1,), float("nan"))])
+        self._closed = own[len(part) :]
+        return own[: len(part)]
+
+    def open(self, traffic: Traffic) -> Any:
+        """Begin to gather; returns what to wait for, None where nothing is to be done."""
+        if self.is_open:
+            return None
+        self.is_open = True
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
+            parameter.data = view
+        return all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
+
+    def close(self) -> None:
+        """Free the whole parameters; nobody else is asked."""
+        if self.is_open:
+            self.is_open = False
+            self._closed.fill_(float("nan"))
+            for parameter in self.parameters:
+                place = self._closed.storage_offset()
+                parameter.data = self._closed.as_strided(parameter.shape, [0] * parameter.dim(), place)
+            self.flat.untyped_storage().resize_(0)
+
+    def gather(self, traffic: Traffic) -> Any:
+        """After an update: whole parameters are brought up to date, closed ones when they are opened."""
+        if self.has_copy:
+            self.own.copy_(self.updated)
+        return all_gather_parts(self.flat, self.own, self.ranks.group, traffic) if self.is_open else None
+
+    def refresh(self) -> None:
+        """The whole parameters were written to: take over this rank's part."""
+        assert self.is_open, "a closed bucket cannot be written to"
+        self.own.copy_(self._part_of(self.flat))
+        super().refresh()

@@ -1,0 +1,139 @@
+"""The states of a pipeline's stages on one rank, divided among the ranks that hold the same stages for other rows.
+
+The one idea: to those ranks the stages are a model, and they divide it as ranks divide a whole one, on the same
+buckets. What is special to a pipeline: all gradients are there when they are reduced, once a step; parameters of
+different stages, or that other ranks of the pipeline hold too, lie in buckets of their own, which all who hold them cut
+alike, so that what is equal stays equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.pipeline.channel import Waiting, nobody_waits
+from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.parameters import Entry, ParameterTable
+from lightning_parallel.zero.bucket import Bucket, Ranks
+from lightning_parallel.zero.native import states_of_partition
+from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.state import Piece, join_pieces, load_optimizer_state, own_pieces
+from lightning_parallel.zero.windows import Windows
+
+States = dict[nn.Parameter, dict[str, Any]]
+Bring = Callable[[Mapping[Any, Mapping[str, Any]], Sequence[Any]], Mapping[Any, Mapping[str, Any]]]
+
+
+class StageStates:
+    """What this rank holds of its stages' states.
+
+    Args:
+        table: the pipeline's parameters.
+        optimizers: with this rank's parameters in their groups.
+        data: the ranks among which states are divided.
+        options: how.
+        waiting: a context entered while this process is blocked.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        optimizers: Sequence[Optimizer],
+        data: DataAxis,
+        options: Options,
+        waiting: Waiting = nobody_waits,
+    ) -> None:
+        self.table, self.data = table, data
+        self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
+        self.partition = Partition(
+            table.model, optimizers, Ranks(data.place, data.size, data.group), options, control=data.group,
+            source=data.ranks[0], waiting=waiting, agree=data.agree, group=data.group, apart=self._apart,
+        )  # fmt: skip
+        partition = self.partition
+        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting)
+        self.stage = options.stage
+
+    def _apart(self, parameter: nn.Parameter) -> Any:
+        entry = self._entries[parameter]
+        return entry.stages, entry.rows
+
+    def _stages_of(self, bucket: Bucket) -> tuple[int, ...]:
+        return self._entries[bucket.parameters[0]].stages
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def reduce(self, accumulating: bool) -> None:
+        """A step's gradients are in `grad`: average them over the copies, and keep this rank's part.
+
+        Stage 1 does so once for several batches that accumulate, stages 2 and 3, which hold no more than a part between
+        batches, after each.
+        """
+        if not accumulating or self.stage > 1:
+            self.partition.reducer.reduce_made()
+
+    def pause(self) -> None:
+        """Where an epoch or an evaluation begins or training ends: all copies have to be there."""
+        self.partition.reducer.pause()
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def optimizer_states(self, optimizer: Optimizer, bring: Bring) -> States:
+        """An optimizer's states of whole parameters, of those that `bring` brings to this rank.
+
+        Args:
+            optimizer: one of those that are divided.
+            bring: makes whole tensors of the copies' pieces, given by key; collective.
+        """
+        sharded = self.partition.sharded(optimizer)
+        whole = bring(own_pieces(sharded), list(range(len(sharded.parameters))))
+        return {sharded.parameters[number]: dict(fields) for number, fields in whole.items()}
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of the states of its parameters, given as its optimizer would have them undivided."""
+        self.partition.cover(optimizer)
+        load_optimizer_state(self.partition.sharded(optimizer), state)
+
+    @property
+    def divided(self) -> frozenset[str]:
+        """Names of the parameters that an optimizer updates."""
+        return frozenset(entry.name for p, entry in self._entries.items() if self.partition.holds(p))
+
+    def parameters(self, bring: Bring) -> dict[str, Tensor]:
+        """The values of whole parameters by name, of those that `bring` brings to this rank; stage 3."""
+        partition, own = self.partition, {}
+        held = [(parameter, entry.name) for parameter, entry in self._entries.items() if partition.holds(parameter)]
+        for parameter, name in held:
+            segment = partition.segment(parameter)
+            if segment is not None:
+                begin = partition.piece(parameter)[0]
+                own[name] = {"value": Piece(begin, segment.detach().cpu().clone(), parameter.shape)}
+        return {name: fields["value"] for name, fields in bring(own, [name for _, name in held]).items()}
+
+    def refresh(self) -> None:
+        """Whole parameters were written to."""
+        self.partition.refresh()
+
+    def promise(self, optimizers: Sequence[Optimizer], gathers: int) -> ModelStates:
+        """What ZeRO promises this rank of its stages, in bytes; collective, after an optimizer's step.
+
+        Args:
+            optimizers: all of them.
+            gathers: how often a batch gathers parameters in stage 3.
+        """
+        states = states_of_partition(self.partition, optimizers, [parameter for _, parameter in self.table.own()])
+        return replace(states, gathers=gathers) if self.stage == 3 else states
+
+    def release(self) -> None:
+        """Give parameters and optimizers back. Collective in stage 3."""
+        self.windows.hold()
+        self.partition.release()
+
+
+def joined(parts: Sequence[Mapping[Any, Mapping[str, Any]]] | None) -> Mapping[Any, Mapping[str, Any]]:
+    """Whole tensors of all copies' pieces where they were gathered, nothing elsewhere."""
+    return {} if parts is None else join_pieces(parts)

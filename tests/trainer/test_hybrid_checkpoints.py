@@ -1,0 +1,79 @@
+"""What a mesh saves, any other mesh and one process go on from, as if nothing had come between."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_parallel.checkpoint.sharded import consolidate
+from tests.trainer.hybrids import Mesh, assert_one_process, gpt_case, on_meshes
+from tests.trainer.pipelines import Case, Record, one_process
+
+SMALL = {"bucket_mb": 1e-3}
+LAYOUTS = {
+    "zero 3, zb_v": Mesh(2, 2, 1, {"zero_stage": 3, "gather": "microbatch", "schedule": "zb_v", **SMALL}),
+    "zero 2": Mesh(2, 2, 1, {"zero_stage": 2, **SMALL}),
+    "zero 1, four copies": Mesh(4, 1, 1, {"zero_stage": 1, **SMALL}),
+    "four stages": Mesh(1, 4),
+    "zero 3, interleaved": Mesh(2, 2, 1, {"zero_stage": 3, "schedule": "interleaved_1f1b", **SMALL}),
+    "zero 3, tensor": Mesh(2, 1, 2, {"zero_stage": 3, **SMALL}),
+}
+
+
+def epochs(count: int, **other) -> Case:
+    case = gpt_case(max_epochs=count, max_steps=-1, limit_train_batches=2)
+    return case.but(**other)
+
+
+def kept(mesh: Mesh, kind: str) -> Mesh:
+    return Mesh(mesh.data, mesh.pipeline, mesh.tensor, {**mesh.options, "state_dict_type": kind})
+
+
+def saving(mesh: str, kind: str, path: Path, moment: str = "at_end") -> tuple[Case, Mesh]:
+    save = {moment: lambda trainer, module: trainer.save_checkpoint(path)}
+    return epochs(1, **save), kept(LAYOUTS[mesh], kind)
+
+
+def resuming(mesh: str, path: Path) -> tuple[Case, Mesh]:
+    return epochs(2, checkpoint=path), LAYOUTS[mesh]
+
+
+def assert_goes_on(records: list[Record], whole: Record, mesh: Mesh) -> None:
+    """The second epoch is that of a run that was not interrupted."""
+    rest = Record(whole.losses[2:], weights=whole.weights, optimizers=whole.optimizers)
+    assert_one_process(records, rest, mesh)
+
+
+SAVED = [("zero 3, zb_v", "sharded", "at_end"), ("zero 2", "full", "after"), ("zero 3, interleaved", "full", "at_end")]
+RESUMED = [("zero 1, four copies", 0), ("four stages", 0), ("zero 3, zb_v", 1), ("zero 2", 2)]
+
+
+def test_layouts_go_on_from_each_others_checkpoints(tmp_path):
+    paths = [tmp_path / f"{i}.ckpt" for i in range(len(SAVED))]
+    jobs = [saving(mesh, kind, path, moment) for (mesh, kind, moment), path in zip(SAVED, paths, strict=True)]
+    jobs += [resuming(mesh, paths[number]) for mesh, number in RESUMED]
+    whole = one_process(epochs(2))
+    for (name, _), records in zip(RESUMED, on_meshes(jobs)[len(SAVED) :], strict=True):
+        assert_goes_on(records, whole, LAYOUTS[name])
+    consolidate(paths[0], tmp_path / "whole.ckpt", weights_only=False)
+    for path in (tmp_path / "whole.ckpt", *paths[1:]):
+        assert_goes_on([one_process(epochs(2, checkpoint=path))], whole, Mesh())
+
+
+def test_zero_3_goes_on_from_one_process(tmp_path):
+    path = tmp_path / "one.ckpt"
+    one_process(epochs(1, at_end=lambda trainer, module: trainer.save_checkpoint(path)))
+    [records] = on_meshes([resuming("zero 3, interleaved", path)])
+    assert_goes_on(records, one_process(epochs(2)), LAYOUTS["zero 3, interleaved"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("moment", ["at_end", "after"])
+def test_every_layout_goes_on_from_every_other(tmp_path, kind: str, moment: str):
+    whole = one_process(epochs(2))
+    paths = {name: tmp_path / f"{i}.ckpt" for i, name in enumerate(LAYOUTS)}
+    on_meshes([saving(name, kind, path, moment) for name, path in paths.items()], timeout=120.0)
+    for path in paths.values():
+        for name, records in zip(LAYOUTS, on_meshes([resuming(n, path) for n in LAYOUTS], timeout=120.0), strict=True):
+            assert_goes_on(records, whole, LAYOUTS[name])
