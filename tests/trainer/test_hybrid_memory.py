@@ -37,7 +37,7 @@ WAYS = [(1, "step"), (2, "step"), (3, "step"), (3, "microbatch")]
 @pytest.fixture(scope="module", params=["zb_v", pytest.param("1f1b", marks=pytest.mark.slow)])
 def answers(request: pytest.FixtureRequest) -> Any:
     """For each way of dividing what its ranks measured in their second step."""
-    watched = lambda: [MemoryMonitor(1, activations=False), CommunicationMonitor(1)]  # noqa: E731
+    watched = lambda: [MemoryMonitor(1), CommunicationMonitor(1)]  # noqa: E731
     case = gpt_case(max_steps=2, callbacks=watched).but(make=gpt, at_end=measured)
     options = {"schedule": request.param, "num_microbatches": 2}
     jobs = [(case, Mesh(2, 2, 1, {**options, "zero_stage": stage, "gather": gather})) for stage, gather in WAYS]
@@ -58,6 +58,14 @@ def test_states_are_the_formulas_of_a_ranks_stages(answers: Any):
         both = sum(values[f"parallel/memory_optimizer/rank_{rank}"] for rank in (0, 2))  # who divide a stage
         counters = both - float(2 * parameters * formula["optimizer"])
         assert counters % 4 == 0 and 0 < counters < 4 * 80, "a number of 4 bytes for each piece of a parameter"
+
+
+def test_gathered_parameters_are_no_activations(answers: Any):
+    first, *others = answers.values()
+    for rank, (values, _, _) in enumerate(first):
+        held = f"parallel/memory_activations_peak/rank_{rank}"
+        assert values[held] > 0
+        assert {other[rank][0][held] for other in others} == {values[held]}
 
 
 def test_a_step_moves_the_formulas_bytes_along_the_data_axis(answers: Any):
