@@ -34,7 +34,8 @@ class MemoryMonitor(Callback):
     gradients and optimizer ``parallel/memory_KIND/rank_r``, ``parallel/memory_KIND_expected/rank_r`` (formula, padding,
     counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
 
-    Activations are what autograd saves for backwards, without parameters, buffers and the batch. Each piece of memory
+    Activations are what autograd saves for backwards, without parameters, buffers and the batch. Parameters that stage
+    3 has gathered for a step or an action are in none of these (on a GPU in ``other``). Each piece of memory
     counts once. What a recomputation under activation checkpointing keeps for the length of one backward does not
     count, nor do temporaries within an operation: ``other`` is the batch on a CPU. On a GPU the sums are those of
     PyTorch's allocator, and ``other`` is all that is not in the categories above: the batch, workspaces, temporaries,
@@ -76,7 +77,9 @@ class MemoryMonitor(Callback):
         device = trainer.strategy.root_device
         self._is_due = EveryNSteps(self, self._is_due.every_n_steps)
         self.reading = self._measured = None
-        self._meter = MemoryMeter(pl_module, trainer.optimizers, device, allocator_of(device), self.activations)
+        gathered = getattr(trainer.strategy, "gathered_parameters", tuple)
+        allocator = allocator_of(device)
+        self._meter = MemoryMeter(pl_module, trainer.optimizers, device, allocator, self.activations, gathered)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to measure, where the step will be logged or is the last."""

@@ -8,7 +8,7 @@ else the allocator says is in use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +90,7 @@ class MemoryMeter:
         device: where the module is.
         allocator: asked for the totals; None leaves it at what is counted.
         activations: see ``Ledger``.
+        gathered: gives what holds parameters for a while that are divided otherwise; it is no activation.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class MemoryMeter:
         device: torch.device,
         allocator: Allocator | None = None,
         activations: bool = True,
+        gathered: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
+        self._gathered = gathered
         self.module, self.optimizers, self.device = module, optimizers, device
         self.allocator, self.activations = allocator, activations
         self._ledger: Ledger | None = None
@@ -109,6 +112,7 @@ class MemoryMeter:
         """Start to measure a step on this batch."""
         self.close()
         seen, self._before = self._standing(batch)
+        count_bytes(self._gathered(), self.device.type, seen)
         self._ledger = Ledger(self.module.parameters(), seen, self.device.type, self.activations)
         if self.allocator is not None:
             self.allocator.begin()

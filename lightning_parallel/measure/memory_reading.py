@@ -121,17 +121,19 @@ class MemoryReading:
         memory = self.ranks[self.fullest]
         parts = ", ".join(f"{kind} {in_words(size)}" for kind, size in memory.at_peak.items() if size)
         line = f"memory peak {in_words(memory.peak_bytes)} on rank {self.fullest} in step {self.step}: {parts}"
-        if self.states:
-            return f"{line}\n{self._states_in_words()}"
-        if self.schedule is None:
-            return line
+        lines = [line]
+        if self.schedule is not None and self.promises:
+            lines.append(self._schedule_in_words(self.schedule))
+        return "\n".join([*lines, *([self._states_in_words()] if self.states else [])])
+
+    def _schedule_in_words(self, schedule: Schedule) -> str:
         ranks = sorted(self.promises)
         held = ", ".join(f"{self.microbatches_held(rank):.2f}" for rank in ranks)
         promised = ", ".join(f"{self.promises[rank].activations:g}" for rank in ranks)
         return (
-            f"{line}\nactivations of {held} micro-batches at most on ranks {', '.join(map(str, ranks))} beside "
-            f"{promised} by the schedule ({self.schedule.name}, {self.schedule.num_stages} stages, "
-            f"{self.schedule.num_microbatches} micro-batches)"
+            f"activations of {held} micro-batches at most on ranks {', '.join(map(str, ranks))} beside "
+            f"{promised} by the schedule ({schedule.name}, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} micro-batches)"
         )
 
     def _states_in_words(self) -> str:

@@ -201,6 +201,10 @@ class DividedPipeline(PipelineStrategy):
         gathers = 1 if self.windows is None else 2 * self._default_microbatches()
         return self._states.promise(self.optimizers, gathers)
 
+    def gathered_parameters(self) -> Sequence[Tensor]:
+        """What holds whole parameters while stage 3 has gathered them, for callbacks that count memory."""
+        return () if self._states is None else self._states.gathered()
+
     def _module_state(self) -> Mapping[str, Any]:
         state, states = super()._module_state(), self._states
         if states is None:

@@ -19,6 +19,7 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.zero.bucket import Bucket, Ranks
+from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.native import states_of_partition
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
@@ -127,6 +128,10 @@ class StageStates:
         """
         states = states_of_partition(self.partition, optimizers, [parameter for _, parameter in self.table.own()])
         return replace(states, gathers=gathers) if self.stage == 3 else states
+
+    def gathered(self) -> list[Tensor]:
+        """The vectors in which whole parameters lie while they are gathered; stage 3."""
+        return [bucket.flat for bucket in self.partition.buckets if isinstance(bucket, GatheredBucket)]
 
     def release(self) -> None:
         """Give parameters and optimizers back. Collective in stage 3."""

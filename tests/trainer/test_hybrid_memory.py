@@ -16,7 +16,6 @@ from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind
 from tests.trainer.hybrids import Mesh, gpt_case, on_meshes
 
 ADAM = StateBytes(parameters=4, gradients=4, optimizer=8)  # 32 bits, no copy
-BUCKET_MB = 1.0
 
 
 def gpt(**options: Any) -> GPT:
@@ -32,29 +31,50 @@ def measured(trainer: Trainer, module: LightningModule) -> tuple[dict[str, float
     return values, sum(p.numel() for p in own), len(trainer.strategy._states.partition.buckets)
 
 
-def one_step(callbacks: Any, at_end: Any) -> Any:
-    return gpt_case(max_steps=1, callbacks=callbacks).but(make=gpt, at_end=at_end)
+WAYS = [(1, "step"), (2, "step"), (3, "step"), (3, "microbatch")]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_states_are_the_formulas_of_a_ranks_stages(schedule: str):
-    meshes = [Mesh(2, 2, 1, {"zero_stage": stage, "schedule": schedule, "bucket_mb": BUCKET_MB}) for stage in (1, 2, 3)]
-    case = one_step(lambda: [MemoryMonitor(1, activations=False)], measured)
-    for stage, records in zip((1, 2, 3), on_meshes([(case, mesh) for mesh in meshes]), strict=True):
-        for rank, record in enumerate(records):
-            values, parameters, buckets = record.extra
-            formula = bytes_by_kind(stage, 2, ADAM)
+@pytest.fixture(scope="module", params=["zb_v", pytest.param("1f1b", marks=pytest.mark.slow)])
+def answers(request: pytest.FixtureRequest) -> Any:
+    """For each way of dividing what its ranks measured in their second step."""
+    watched = lambda: [MemoryMonitor(1), CommunicationMonitor(1)]  # noqa: E731
+    case = gpt_case(max_steps=2, callbacks=watched).but(make=gpt, at_end=measured)
+    options = {"schedule": request.param, "num_microbatches": 2}
+    jobs = [(case, Mesh(2, 2, 1, {**options, "zero_stage": stage, "gather": gather})) for stage, gather in WAYS]
+    return {way: [record.extra for record in records] for way, records in zip(WAYS, on_meshes(jobs), strict=True)}
+
+
+def test_states_are_the_formulas_of_a_ranks_stages(answers: Any):
+    for (stage, _), ranks in answers.items():
+        formula = bytes_by_kind(stage, 2, ADAM)
+        for rank, (values, parameters, buckets) in enumerate(ranks):
+            held = {kind: values[f"parallel/memory_{kind}/rank_{rank}"] for kind in STATES}
             for kind in STATES:
-                held = values[f"parallel/memory_{kind}/rank_{rank}"]
-                assert held == values[f"parallel/memory_{kind}_expected/rank_{rank}"]
-                over = held - float(parameters * formula[kind])
-                if kind == "optimizer":  # whole pieces of parameters, and a counter of 4 bytes for each
-                    continue
-                # In stage 3 each bucket has the number behind it that closed parameters read.
-                assert over == (4 * buckets if stage == 3 and kind == "parameters" else 0), (stage, kind)
-        both = sum(records[0].extra[0][f"parallel/memory_optimizer/rank_{rank}"] for rank in (0, 2))
-        counters = both - 2 * float(records[0].extra[1] * bytes_by_kind(stage, 2, ADAM)["optimizer"])
-        assert counters % 4 == 0 and 0 < counters < 4 * 2 * 80
+                assert held[kind] == values[f"parallel/memory_{kind}_expected/rank_{rank}"], (stage, kind)
+            # In stage 3 each bucket has the number behind it that closed parameters read.
+            assert held["parameters"] - parameters * formula["parameters"] == (4 * buckets if stage == 3 else 0)
+            assert held["gradients"] == parameters * formula["gradients"]
+        values, parameters, _ = ranks[0]
+        both = sum(values[f"parallel/memory_optimizer/rank_{rank}"] for rank in (0, 2))  # who divide a stage
+        counters = both - float(2 * parameters * formula["optimizer"])
+        assert counters % 4 == 0 and 0 < counters < 4 * 80, "a number of 4 bytes for each piece of a parameter"
+
+
+def test_gathered_parameters_are_no_activations(answers: Any):
+    first, *others = answers.values()
+    for rank, (values, _, _) in enumerate(first):
+        held = f"parallel/memory_activations_peak/rank_{rank}"
+        assert values[held] > 0
+        assert {other[rank][0][held] for other in others} == {values[held]}
+
+
+def test_a_step_moves_the_formulas_bytes_along_the_data_axis(answers: Any):
+    """Reduced once a step whatever the micro-batches, and gathered as often as chosen: in P, 2, 2, 2 and 1 + 2 M."""
+    for (_, gather), ranks in answers.items():
+        values, parameters, _ = ranks[0]
+        formula = 4 * parameters * (2 if gather == "step" else 1 + 2 * 2)
+        assert values["parallel/communication_moved_formula"] == formula
+        assert values["parallel/communication_moved"] == formula
 
 
 class Open(Callback):
@@ -100,22 +120,3 @@ def test_stage_3_holds_one_stages_parameters_at_a_time():
         assert len({stage for stage, _ in later}) == 2 and all(whole == {stage} for stage, whole in later)
     for record in by_step:
         assert all(whole == {stage for _, stage, _ in record.extra} for _, _, whole in record.extra)
-
-
-def moved(trainer: Trainer, module: LightningModule) -> dict[str, float]:
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("parallel/communication_moved")}
-
-
-def test_a_step_moves_the_formulas_bytes_along_the_data_axis():
-    """Reduced once a step whatever the micro-batches, and gathered as often as chosen: in P, 2, 2, 2 and 1 + 2 M."""
-    ways = [(1, "step"), (2, "step"), (3, "step"), (3, "microbatch")]
-    case = gpt_case(max_steps=2, callbacks=lambda: [CommunicationMonitor(1)]).but(make=gpt, at_end=moved)
-    jobs = [
-        (case, Mesh(2, 2, 1, {"zero_stage": stage, "gather": gather, "num_microbatches": 2})) for stage, gather in ways
-    ]
-    for (_, gather), records in zip(ways, on_meshes(jobs), strict=True):
-        values = records[0].extra
-        stage = sum(p.numel() for name, p in gpt().named_parameters() if name in records[0].own)
-        formula = 4 * stage * (2 if gather == "step" else 1 + 2 * 2)
-        assert values["parallel/communication_moved_formula"] == formula
-        assert values["parallel/communication_moved"] == formula

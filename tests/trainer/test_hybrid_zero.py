@@ -18,59 +18,62 @@ from tests.trainer.test_parity import LoudInput, half_precision, scale_and_skips
 
 THREE = {"zero_stage": 3, "bucket_mb": 1e-4}
 EACH = {**THREE, "gather": "microbatch"}
+TWO = {"zero_stage": 2, "bucket_mb": 1e-4}
 
 
-def on_mesh(case: Case, copies: int = 2, stages: int = 2, **options: Any) -> list[Record]:
-    """The run on so many copies of so many stages."""
+def on_mesh(*runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2) -> list[list[Record]]:
+    """Runs on so many copies of so many stages, one after the other on the same ranks."""
+    size = copies * stages
 
-    def run(rank: int, port: int) -> Record:
-        join_as_torchrun(rank, copies * stages, port)
-        sizes = {"data_parallel_size": copies, "pipeline_parallel_size": stages}
-        return fit(case, HybridStrategy(**sizes, **{"num_microbatches": 2, **options}), copies * stages)
+    def run(rank: int, port: int) -> list[Record]:
+        join_as_torchrun(rank, size, port)
+        sizes = {"data_parallel_size": copies, "pipeline_parallel_size": stages, "num_microbatches": 2}
+        return [fit(case, HybridStrategy(**{**sizes, **options}), size) for case, options in runs]
 
-    return run_ranks(run, copies * stages, free_port(), group=False, timeout=50.0)
-
-
-def assert_rows(make: Any, copies: int = 2, stages: int = 2, options: Any = EACH, **trainer: Any) -> list[Record]:
-    """Two epochs on all rows, with an evaluation after each, are one process's."""
-    rows = 4 if copies == 2 else 12 // copies
-    case = Case(make, lambda: loader(rows, copies), trainer={"max_epochs": 2, **trainer})
-    records = on_mesh(case, copies, stages, **options)
-    assert_all_rows(case, one_process(case.but(loader=lambda: loader(rows * copies))), records)
-    return records
+    results = run_ranks(run, size, free_port(), group=False, timeout=50.0)
+    return [list(of_run) for of_run in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("options", [THREE, EACH], ids=["step", "microbatch"])
-def test_evaluations_between_epochs(options):
-    assert_rows(Averaged, options=options)
+def two_epochs(make: Any, copies: int = 2, **trainer: Any) -> Case:
+    return Case(make, lambda: loader(4, copies), trainer={"max_epochs": 2, **trainer})
 
 
-def test_a_step_that_calls_the_model_twice():
-    assert_rows(Twice)
+NO_VALIDATION = {"limit_val_batches": 0}
+RUNS = {
+    "evaluations between epochs": (two_epochs(Averaged), THREE),
+    "evaluations that gather for every micro-batch": (two_epochs(Averaged), EACH),
+    "a step that calls the model twice": (two_epochs(Twice, **NO_VALIDATION), EACH),
+    "blocks computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "block"}),
+    "stages computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "stage"}),
+    "two directions": (two_epochs(Averaged, **NO_VALIDATION), {**TWO, "schedule": "chimera"}),
+}
+
+
+def test_what_steps_may_do():
+    references = {}
+    for case, _ in RUNS.values():
+        key = (case.make, "limit_val_batches" in case.trainer)
+        if key not in references:
+            references[key] = one_process(case.but(loader=lambda: loader(8)))
+    for (case, _), records in zip(RUNS.values(), on_mesh(*RUNS.values()), strict=True):
+        assert_all_rows(case, references[case.make, "limit_val_batches" in case.trainer], records)
 
 
 def test_a_parameter_that_only_one_copy_uses():
     case = Case(Conditional, lambda: loader(2), trainer={"max_epochs": 2}, validate=False)
-    plain = on_mesh(case, 2, 1, num_microbatches=1)
-    for options in (THREE, {"zero_stage": 1}):
-        for record in on_mesh(case, 2, 1, num_microbatches=1, **options):
-            for name, value in plain[0].own.items():
-                assert torch.equal(record.own[name], value), name
-
-
-@pytest.mark.parametrize("recompute", ["block", "stage"])
-def test_what_is_recomputed_is_gathered(recompute: str):
-    assert_rows(Averaged, options={**EACH, "recompute": recompute}, limit_val_batches=0)
-
-
-def test_two_directions_divide_gradients():
-    assert_rows(Averaged, options={"zero_stage": 2, "bucket_mb": 1e-4, "schedule": "chimera"}, limit_val_batches=0)
+    ways = [{"num_microbatches": 1, **states} for states in ({}, THREE, {"zero_stage": 1})]
+    plain, *divided = on_mesh(*((case, way) for way in ways), stages=1)
+    for record in [record for records in divided for record in records]:
+        for name, value in plain[0].own.items():
+            assert torch.equal(record.own[name], value), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_weight_that_two_stages_share_stays_one_over_three_copies(stage: int):
-    records = assert_rows(Tied, 3, 2, {"zero_stage": stage, "bucket_mb": 1e-4}, limit_val_batches=0)
+    case = two_epochs(Tied, 3, **NO_VALIDATION)
+    [records] = on_mesh((case, {**TWO, "zero_stage": stage}), copies=3)
+    assert_all_rows(case, one_process(case.but(loader=lambda: loader(12))), records)
     held = [record.own["net.0.weight"] for record in records]
     assert len(held) == 6 and all(torch.equal(weight, held[0]) for weight in held)
 
@@ -84,10 +87,8 @@ def test_float16_has_one_scale_and_skips_steps_everywhere():
         trainer=options,
         at_end=scale_and_skips,
     )
-    runs = [
-        on_mesh(case.but(trainer={"plugins": half_precision()}), 2, 2, **states)
-        for states in ({}, {"zero_stage": 1}, EACH)
-    ]
+    ways = [{}, {"zero_stage": 1}, EACH]
+    runs = on_mesh(*((case.but(trainer={"plugins": half_precision()}), way) for way in ways))
     assert runs[0][0].extra[0] < 2.0**20, "steps were skipped"
     for records in runs[1:]:
         assert [record.extra for record in records] == [runs[0][0].extra] * 4
@@ -141,7 +142,7 @@ def test_arguments_that_do_not_go_together(options, words):
 def test_what_reads_whole_parameters_is_refused(strategy, callbacks, words):
     case = Case(Averaged, lambda: loader(4), trainer={"max_epochs": 1, "callbacks": callbacks})
     with pytest.raises(StageError, match=words):
-        on_mesh(case, **THREE, **strategy)
+        on_mesh((case, {**THREE, **strategy}))
 
 
 WAYS = [(0, "step"), (1, "step"), (2, "step"), (3, "step"), (3, "microbatch")]
