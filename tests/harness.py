@@ -81,6 +81,22 @@ def rank_outcomes(
                 rank.reap()
 
 
+def imported_anew(fn: Callable[[int], Any], without: Collection[str]) -> Any:
+    """Call ``fn(0)`` in a forked process in which this package was not imported yet and others are not installed.
+
+    Lightning and torch stay imported: a new interpreter would take five seconds for them.
+    """
+
+    def run(rank: int) -> Any:
+        ours = ("lightning_parallel", *without)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+            del sys.modules[name]
+        sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
+        return fn(rank)
+
+    return run_ranks(run, 1, group=False)[0]
+
+
 def free_port() -> int:
     """A TCP port of the loopback device that nobody listens on; no connection and hardly another test is given it."""
     while True:

@@ -26,7 +26,7 @@ def test_there_are_notebooks():
 @pytest.mark.timeout(110)  # half a minute where nothing else runs
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[] if path.stem < "03" else [pytest.mark.slow]) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[] if path.stem < "02" else [pytest.mark.slow]) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_notebook_runs_as_it_stands(path, tmp_path, monkeypatch):

@@ -131,7 +131,7 @@ def make_trainer(strategy: Any, devices: int, callbacks: Sequence[Callback] = ()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "log_every_n_steps": 1, "max_steps": 3,
+        "enable_model_summary": False, "log_every_n_steps": 1, "max_steps": 3, "num_sanity_val_steps": 0,
     }  # fmt: skip
     if "max_epochs" in options:
         quiet["max_steps"] = -1

@@ -160,7 +160,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+VARIANTS = {"plain", "gpipe", "zb_h1", "interleaved_1f1b"}  # of cases that stay
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in CASES]
+)
 def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
     case, sent_early = CASES[name]
     records = on_copies(case, 2, 2)
@@ -268,8 +273,14 @@ def test_sizes_that_do_not_multiply_are_refused():
         run_ranks(run, 3, free_port(), group=False, timeout=50.0)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("moment", ["at_end", "after"])
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        ("at_end", "full"),
+        ("after", "sharded"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("at_end", "sharded"), ("after", "full"))),
+    ],
+)
 def test_a_checkpoint_of_copies_is_one_processs(tmp_path, kind: str, moment: str):
     path, file = tmp_path / "copies.ckpt", tmp_path / "whole.ckpt"
     save = {moment: lambda trainer, module: trainer.save_checkpoint(path)}

@@ -29,7 +29,11 @@ def in_turn(placement: list[list[int]], num_microbatches: int, split: bool = Fal
 LOOP, SHAPE_OF_V, ALONE = [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("placement", [LOOP, SHAPE_OF_V, ALONE], ids=["loop", "v", "one rank"])
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(LOOP, marks=pytest.mark.slow), SHAPE_OF_V, ALONE],
+    ids=["loop", "v", "one rank"],
+)
 def test_parity_of_whole_and_of_split_backwards(placement: list[list[int]]):
     cases = [
         Case(
@@ -54,7 +58,7 @@ def test_parity_of_named_schedules(num_ranks: int):
     make = lambda: gpt(num_blocks=12)  # noqa: E731
     loader = lambda: token_loader(((8, 8), (8, 8), (3, 8)))  # noqa: E731
     case = Case(make, loader, {"num_microbatches": 8}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2})
-    names = NAMED if num_ranks == 2 else ["interleaved_1f1b:v=3", "zb_1p", "zb_v", "v_half", "v_min"]
+    names = NAMED if num_ranks == 2 else ["interleaved_1f1b:v=3", "zb_1p", "zb_v"]
     reference = one_process(case)
     cases = [case.but({"schedule": name}) for name in names]
     for _name, records in zip(names, many_on_stages(cases, num_ranks, timeout=100.0), strict=True):

@@ -67,7 +67,13 @@ def saved_by_hand(rows):
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "held"),
-    [("1f1b", 8, (4, 3, 2, 1)), ("1f1b", 2, (2, 2, 2, 1)), ("gpipe", 8, (8, 8, 8, 8)), ("naive", 4, (1, 1, 1, 1))],
+    [
+        ("1f1b", 8, (4, 3, 2, 1)),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("1f1b", 2, (2, 2, 2, 1)), ("gpipe", 8, (8, 8, 8, 8)), ("naive", 4, (1, 1, 1, 1)))
+        ),
+    ],
 )
 def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatches, held):
     records = on_stages(watched(schedule=schedule, microbatches=microbatches), 4)
@@ -83,7 +89,7 @@ def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatch
         assert reading.microbatches_held(rank) == pytest.approx(reading.promises[rank].activations) == held[stage]
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+@pytest.mark.parametrize("schedule", [pytest.param("zb_h1", marks=pytest.mark.slow), "zb_h2"])
 def test_between_i_and_w_only_the_factors_of_products_stay(schedule):
     """Of what a stage saves, W needs the inputs of its linear layers: what came in (not the batch), a Tanh's output."""
     reading = on_stages(watched(schedule=schedule), 4)[0].extra
@@ -156,8 +162,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        pytest.param(name, stages, marks=[pytest.mark.slow] if stages == 2 and name in ("plainly", "in bf16") else [])
+        for name in CASES
+        for stages in (1, 2)
+    ],
+)
 def test_the_same_is_learnt_with_and_without(name, stages):
     def run(case):
         return [one_process(case)] if stages == 1 else on_stages(case, stages)

@@ -94,12 +94,15 @@ class LateLlama(HuggingFaceLM):
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_module", [Classifier, Mlp])
+@pytest.mark.parametrize("make_module", [Classifier, pytest.param(Mlp, marks=pytest.mark.slow)])
 def test_rows_of_numbers(make_module):
     assert_parity(Case(make_module, lambda: row_loader((8, 8, 5, 3)), trainer={"max_epochs": 2}))
 
 
-@pytest.mark.parametrize("make_module", [gpt, lambda: hugging_face("gpt2"), lambda: hugging_face("llama")])
+@pytest.mark.parametrize(
+    "make_module",
+    [gpt, pytest.param(lambda: hugging_face("gpt2"), marks=pytest.mark.slow), lambda: hugging_face("llama")],
+)
 def test_language_models(make_module):
     case = Case(make_module, lambda: token_loader(RAGGED_TOKENS), trainer={"max_steps": 5})
     assert_parity(case, leave_out=KEY_BIAS)
@@ -112,7 +115,7 @@ def foreign_memory(trainer: Trainer, module: LightningModule) -> tuple[bool, int
         return module.was_meta, len(foreign), sum(p.data_ptr() != 0 or not p.meta.is_meta for p in foreign)
 
 
-@pytest.mark.parametrize("make_module", [LateGPT, LateLlama])
+@pytest.mark.parametrize("make_module", [LateGPT, pytest.param(LateLlama, marks=pytest.mark.slow)])
 def test_modules_that_configure_model_builds(make_module):
     case = Case(make_module, token_loader, at_end=foreign_memory)
     for num_stages in (2, 4):
@@ -228,7 +231,10 @@ def structured_loader(kind: str) -> DataLoader:
     return DataLoader([one(x, y) for x, y in rows((8, 5, 8, 2))], batch_size=None, collate_fn=lambda batch: batch)
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "list", "namedtuple", "nested"])
+@pytest.mark.parametrize(
+    "kind",
+    ["dict", "tuple", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("list", "namedtuple")), "nested"],
+)
 def test_the_step_sees_the_structure_of_the_batch(kind: str):
     case = Case(lambda: Structured(kind), lambda: structured_loader(kind), trainer={"max_steps": 4})
     assert_parity(case, stages=(2,))
@@ -293,13 +299,13 @@ def test_what_a_step_logs():
 # -- the Trainer's options ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_gradients(accumulate: int):
     case = Case(Mlp, lambda: row_loader((8,) * 5), trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate})
     assert_parity(case)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.slow)])
 def test_gradients_are_clipped_over_the_whole_model(algorithm: str):
     limit = {"norm": 0.05, "value": 0.003}[algorithm]
     case = Case(gpt, token_loader, trainer={"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm})
@@ -316,7 +322,7 @@ def with_sgd(module: LightningModule, lr: float = 0.1) -> LightningModule:
     return module
 
 
-@pytest.mark.parametrize("make_module", [Classifier, lambda: with_sgd(gpt())])
+@pytest.mark.parametrize("make_module", [Classifier, pytest.param(lambda: with_sgd(gpt()), marks=pytest.mark.slow)])
 def test_bf16_mixed(make_module):
     loader = row_loader if make_module is Classifier else token_loader
     assert_parity(Case(make_module, loader, trainer={"precision": "bf16-mixed"}), loss=BF16, weights=BF16)
@@ -388,7 +394,7 @@ def test_learning_rate_schedulers():
 # -- the strategy's options --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_way_to_give_a_schedule(num_stages: int, tmp_path):
     zigzag = Schedule(
         "forwards in pairs", tuple(_in_pairs(stage) for stage in range(num_stages)),

@@ -335,12 +335,12 @@ class Keeps(GPT):
 GPT_SIZE = {"vocabulary": 11, "context": 16, "width": 16, "num_heads": 2, "num_blocks": 4}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 def test_recomputation_with_several_micro_batches_in_flight(schedule: str):
     assert_parity(Case(lambda: Recomputes(**GPT_SIZE), token_loader, {"schedule": schedule}))
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_recomputation_draws_the_same_dropout(num_stages: int):
     kept, recomputed = (
         on_stages(Case(lambda make=make: make(**GPT_SIZE, dropout=0.5), token_loader), num_stages)[0]
@@ -364,7 +364,7 @@ class RecomputingHuggingFace(HuggingFaceLM):
 
 @RENAMED
 @pytest.mark.parametrize(
-    "reentrant", [False, True]
+    "reentrant", [pytest.param(False, marks=pytest.mark.slow), True]
 )  # inside a block even reentrant checkpointing is the block's own matter
 @pytest.mark.parametrize("architecture", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_transformers(architecture: str, reentrant: bool):

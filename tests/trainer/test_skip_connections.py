@@ -88,7 +88,7 @@ class Auxiliary(UNet):
 
 
 @pytest.mark.parametrize("make_module", [UNet, EncoderDecoder, Auxiliary])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_parity(make_module: Any, schedule: str):
     case = Case(make_module, lambda: row_loader((8, 6, 5)), {**SKIP, "blocks": BLOCKS, "schedule": schedule})
     assert_parity(case.but(trainer={"max_epochs": 2}), stages=(2, 4))
@@ -110,7 +110,7 @@ def test_parity_where_the_model_is_called_twice():
         assert_same(records, reference)
 
 
-@pytest.mark.parametrize("recompute", ["block", "stage"])
+@pytest.mark.parametrize("recompute", [pytest.param("block", marks=pytest.mark.slow), "stage"])
 def test_parity_with_recomputation(recompute: str):
     case = Case(UNet, row_loader, {**SKIP, "blocks": BLOCKS, "recompute": recompute}, {"accumulate_grad_batches": 2})
     assert_parity(case, stages=(4,))

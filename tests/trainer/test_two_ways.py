@@ -179,7 +179,7 @@ def test_every_row_is_predicted_once_and_in_order():
         assert found == [pytest.approx(checked[0])] and all(other[1] == found for other in others)
 
 
-@pytest.mark.parametrize(("copies", "names"), [(2, NAMES), (3, ("chimera",))])
+@pytest.mark.parametrize(("copies", "names"), [(2, NAMES), pytest.param(3, ("chimera",), marks=pytest.mark.slow)])
 def test_copies_side_by_side(copies: int, names: Sequence[str]):
     """Copies of a pipeline of two directions, whose replicas stay equal, over the copies too."""
     options = {"num_microbatches": 4, "data_parallel_size": copies}

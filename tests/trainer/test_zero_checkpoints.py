@@ -66,7 +66,8 @@ def uninterrupted() -> Result:
 
 
 @pytest.mark.parametrize(
-    ("stage", "engine"), [(1, None), (2, None), pytest.param(2, "fsdp2", marks=pytest.mark.slow), (3, None)]
+    ("stage", "engine"),
+    [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, None), (2, "fsdp2"))), (2, None), (3, None)],
 )
 def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result, stage: int, engine: Any):
     path = tmp_path / "two.ckpt"
@@ -125,7 +126,7 @@ class Small(Classifier):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "then"), [(1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "then"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.slow), (3, 2)])
 def test_copies_of_32_bits_are_resumed(tmp_path: Path, stage: int, then: int):
     """What one process cannot do: its 16-bit weights forget what a step added."""
     half = {"precision": "bf16-true"}
@@ -157,7 +158,7 @@ class OneLayer(Small):
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "then"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("stage", "then"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_a_sharded_checkpoint_is_resumed_and_consolidated(tmp_path: Path, uninterrupted: Result, stage: int, then: int):
     folder, file = tmp_path / "folder", tmp_path / "file.ckpt"
     [first] = on_ranks([(run(2, saves(folder)), zero(stage, state_dict_type="sharded"))], 2)
@@ -181,7 +182,13 @@ def test_copies_of_32_bits_in_a_sharded_checkpoint(tmp_path: Path):
 # -- parts within groups, and in the host's memory ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"shard_size": 2}, {"offload": True}, {"shard_size": 1, "offload": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"shard_size": 2}, {"offload": True})),
+        {"shard_size": 1, "offload": True},
+    ],
+)
 def test_other_places_for_the_parts(tmp_path: Path, uninterrupted: Result, options: dict[str, Any]):
     path = tmp_path / "four.ckpt"
     [first] = on_ranks([(run(2, saves(path)), zero(2, **options))], 4)

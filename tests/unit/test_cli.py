@@ -11,6 +11,7 @@ import yaml
 from lightning_parallel import cli
 from lightning_parallel.cli.trainer_cli import explain
 from lightning_parallel.strategies import registry
+from tests.harness import imported_anew
 
 RUN = ["fit", "--model", "DigitsClassifier", "--data", "DigitsDataModule"]
 STRINGS = ", ".join(sorted(registry.STRINGS))
@@ -141,8 +142,14 @@ def test_strategy_strings_stay_strings(capsys, name):
     assert printed_config(capsys, *RUN, "--trainer.strategy", name)["trainer"]["strategy"] == name
 
 
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+FIRST = [next(path for path in CONFIGS if path.parent == folder) for folder in {path.parent for path in CONFIGS}]
+
+
 @pytest.mark.parametrize(
-    "config", sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml")), ids=lambda p: p.stem
+    "config",
+    [pytest.param(path, marks=[] if path in FIRST else [pytest.mark.slow]) for path in CONFIGS],
+    ids=lambda path: path.stem,
 )
 def test_print_config_round_trips(capsys, tmp_path, config):
     once = printed_config(capsys, "fit", "--config", str(config))
@@ -157,13 +164,12 @@ def test_runs_as_a_module_too(module):
 
 
 def test_package_imports_without_jsonargparse():
-    code = (
-        "import sys; sys.modules['jsonargparse'] = None\n"
-        "import lightning_parallel as lp, lightning.pytorch\n"
-        "print([name for name in lp.__all__ if not hasattr(lp, name)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    def missing(rank: int) -> list[str]:
+        import lightning_parallel as again
+
+        return [name for name in again.__all__ if not hasattr(again, name)]
+
+    assert imported_anew(missing, without=("jsonargparse",)) == []
 
 
 def test_every_public_name_has_a_home():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import imported_anew
+
 PACKAGE = Path(__file__).parents[2] / "lightning_parallel"
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 KNOWS_LIGHTNING = ("strategies", "callbacks", "trainer", "demo")
@@ -89,24 +91,20 @@ def test_importing_the_package_imports_neither_torch_nor_lightning():
     assert done.stdout.strip() == "[]"
 
 
-WITHOUT_OPTIONAL = """
-import sys
-for name in ("zmq", "deepspeed", "jsonargparse"):
-    sys.modules[name] = None
-import lightning_parallel.strategies, lightning_parallel.callbacks
-from lightning.pytorch import Trainer
-Trainer(accelerator="cpu", devices=2, strategy="pipeline_1f1b", logger=False)
-try:
-    lightning_parallel.strategies.ParameterServerStrategy()
-except ModuleNotFoundError as error:
-    print(error)
-"""
-
-
 def test_strategies_need_none_of_the_optional_packages():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_OPTIONAL], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "pyzmq is not installed" in done.stdout and "pip install lightning-parallel[server]" in done.stdout
+    def told(rank: int) -> str:
+        from lightning.pytorch import Trainer
+
+        import lightning_parallel.callbacks
+        import lightning_parallel.strategies
+
+        Trainer(accelerator="cpu", devices=2, strategy="pipeline_1f1b", logger=False)
+        with pytest.raises(ModuleNotFoundError) as caught:
+            lightning_parallel.strategies.ParameterServerStrategy()
+        return str(caught.value)
+
+    text = imported_anew(told, without=("zmq", "deepspeed", "jsonargparse"))
+    assert "pyzmq is not installed" in text and "pip install lightning-parallel[server]" in text
 
 
 def test_relative_imports_are_resolved():
