@@ -112,3 +112,26 @@ def test_masks_are_those_of_the_layer_whatever_the_pipeline_and_what_is_recomput
         for mine, other in ((0, 1), (2, 3)):  # neighbours along the tensor axis
             pairs = zip(records[mine].own.values(), records[other].own.values(), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.slow
+def test_the_data_axis_divides_the_states_of_what_the_tensor_axis_cuts(tmp_path):
+    case = gpt_case(max_steps=-1, max_epochs=1, accumulate_grad_batches=2).but(make=whole_gpt)
+    reference = one_process(case)
+    options: list[dict[str, Any]] = [
+        {"zero_stage": 1, "sequence_parallel": True},
+        {"zero_stage": 2},
+        {"zero_stage": 3, "sequence_parallel": True},
+        {"zero_stage": 3, "gather": "microbatch", "state_dict_type": "sharded"},
+    ]
+    jobs = [
+        (case.but(at_end=saver(tmp_path / f"{number}.ckpt")), Mesh(2, 1, 2, more))
+        for number, more in enumerate(options)
+    ]
+    for (_, mesh), records in zip(jobs[:3], on_meshes(jobs)[:3], strict=True):
+        assert_one_process(records, reference, mesh)
+    longer = case.but(trainer={"max_epochs": 2})
+    rest = torch.stack(one_process(longer).losses[6:])
+    goes_on = [(longer.but(checkpoint=tmp_path / f"{number}.ckpt"), Mesh(1, 2, 2)) for number in (0, 2, 3)]
+    for records in on_meshes(goes_on):
+        torch.testing.assert_close(torch.stack(records[0].losses), rest, **CLOSE)
