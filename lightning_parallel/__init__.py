@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
-    from lightning_parallel.strategies import HybridStrategy, ParameterServerStrategy, PipelineStrategy, ZeROStrategy
+    from lightning_parallel.strategies import (
+        HybridStrategy,
+        ParameterServerStrategy,
+        PipelineStrategy,
+        TensorParallelStrategy,
+        ZeROStrategy,
+    )
     from lightning_parallel.trainer.staleness_metric import Staleness
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +47,7 @@ _HOMES = {
     "StageError": "errors",
     "Staleness": "trainer.staleness_metric",
     "StalenessMonitor": "callbacks",
+    "TensorParallelStrategy": "strategies",
     "Timeline": "pipeline.simulator",
     "TimelineExporter": "callbacks",
     "ZeROStrategy": "strategies",
@@ -62,6 +69,7 @@ __all__ = [
     "StageError",
     "Staleness",
     "StalenessMonitor",
+    "TensorParallelStrategy",
     "Timeline",
     "TimelineExporter",
     "ZeROStrategy",

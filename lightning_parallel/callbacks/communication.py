@@ -173,7 +173,7 @@ def _axis_of(trainer: Trainer) -> Callable[[Any], str]:
     groups: Mapping[int, str] = getattr(trainer.strategy, "group_names", lambda: {})()
 
     def axis_of(group: Any) -> str:
-        return "data" if group is None else groups.get(id(group), "data")
+        return groups.get(id(group), "data")
 
     return axis_of
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.zero.state import numbered_groups
@@ -28,10 +29,18 @@ class PrunedOptimizer:
         optimizer: with the groups that `configure_optimizers` made, stand-ins for other stages' parameters included.
         table: the parameters.
         agree: raises unless all ranks give it the same; called when a group is added.
+        tensor: how parameters are cut over the tensor axis.
     """
 
-    def __init__(self, optimizer: Optimizer, table: ParameterTable, agree: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        table: ParameterTable,
+        agree: Callable[[Mapping[str, Any]], None],
+        tensor: Uncut | None = None,
+    ) -> None:
         self.optimizer, self.table, self._agree = optimizer, table, agree
+        self.tensor = tensor or Uncut()
         self.groups: list[list[str]] = []
         self.prune()
         self._add_group = optimizer.add_param_group
@@ -96,7 +105,7 @@ class PrunedOptimizer:
         for group, names in zip(groups, self.groups, strict=True):
             group["params"] = [self.number[name] for name in names]
         own = {
-            self.number[entry.name]: _to_host(states[parameter])
+            self.number[entry.name]: _to_host(self.tensor.whole_state(entry.name, states[parameter]))
             for entry, parameter in self.table.own()
             if entry.is_counted_on(self.table.row) and entry.name in self.number and states.get(parameter)
         }
@@ -125,9 +134,11 @@ class PrunedOptimizer:
         local: dict[int, Any] = {}
         groups, count = [], 0
         for group, names in zip(state["param_groups"], self.groups, strict=True):
-            own = [index for index, name in zip(group["params"], names, strict=True) if self.table.owns(name)]
+            own = [(index, n) for index, n in zip(group["params"], names, strict=True) if self.table.owns(n)]
             kept = {
-                count + i: _to_host(state["state"][index]) for i, index in enumerate(own) if index in state["state"]
+                count + i: _to_host(self.tensor.part_of_state(name, state["state"][index]))
+                for i, (index, name) in enumerate(own)
+                if index in state["state"]
             }
             local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
@@ -135,7 +146,9 @@ class PrunedOptimizer:
         (load or self.optimizer.load_state_dict)({"state": local, "param_groups": groups})
 
 
-def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gather) -> dict[str, Any]:
+def full_state_dict(
+    state: Mapping[str, Any], table: ParameterTable, gather: Gather, tensor: Uncut | None = None
+) -> dict[str, Any]:
     """A state dict of the model, or of a copy of it, as one process would have it, on the host.
 
     Parameters come from the first stage that holds them, buffers of units from their stage, other buffers and extra
@@ -145,23 +158,31 @@ def full_state_dict(state: Mapping[str, Any], table: ParameterTable, gather: Gat
         state: this rank's state dict, with stand-ins for what other stages hold.
         table: the parameters.
         gather: gathers an object of every rank on one of them.
+        tensor: how parameters are cut over the tensor axis, all of whose ranks call this.
 
     Returns:
         The state dict; empty off the gathering rank.
     """
-    parts = gather(own_state_dict(state, table))
+    parts = gather(own_state_dict(state, table, tensor))
     if parts is None:
         return {}
     merged = {name: value for part in parts for name, value in part.items()}
     return {name: merged.get(name) for name in state}
 
 
-def own_state_dict(state: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
-    """This rank's part of a state dict of the model, on the host; every name is in exactly one rank's part."""
-    return {name: _to_host(value) for name, value in state.items() if _owner(name, table) == table.row}
+def own_state_dict(state: Mapping[str, Any], table: ParameterTable, tensor: Uncut | None = None) -> dict[str, Any]:
+    """This stage's part of a state dict of the model, on the host; every name is in exactly one stage's part."""
+    tensor = tensor or Uncut()
+    return {
+        name: _to_host(tensor.whole(name, value) if isinstance(value, Tensor) else value)
+        for name, value in state.items()
+        if _owner(name, table) == table.row
+    }
 
 
-def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool) -> None:
+def load_full_state_dict(
+    model: nn.Module, table: ParameterTable, state: Mapping[str, Any], strict: bool, tensor: Uncut | None = None
+) -> None:
     """Load this rank's part of a full state dict.
 
     Raises:
@@ -179,8 +200,14 @@ def load_full_state_dict(model: nn.Module, table: ParameterTable, state: Mapping
             f"Error(s) in loading state_dict for {type(model).__name__}: missing key(s) {missing}, unexpected key(s)"
             f" {unexpected}."
         )
+    part = (tensor or Uncut()).part
     model.load_state_dict(
-        {name: value for name, value in state.items() if name in mine and name not in foreign}, strict=False
+        {
+            name: part(name, value) if isinstance(value, Tensor) else value
+            for name, value in state.items()
+            if name in mine and name not in foreign
+        },
+        strict=False,
     )
 
 

@@ -35,12 +35,11 @@ class Block(nn.Module):
         return x + self._drop(self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh")))
 
     def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.weights import load_noted
+from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
 from lightning_parallel.pipeline.boundary import Arrival, Departure
@@ -56,6 +57,7 @@ class Pipeline(Copy):
         early_sums: whether sums of gradients over copies begin while backwards run.
         context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
+        tensor: how parameters are cut over the tensor axis, once all ranks hold equal ones.
         data_group, tensor_group: the ranks of this row in the copies along each axis; None: the default group's.
         fail: turns an exception inside an action into the one to raise.
         waiting: a context entered while this process is blocked in a receive.
@@ -75,6 +77,7 @@ class Pipeline(Copy):
         data_group: Any = None,
         tensor_size: int = 1,
         tensor_group: Any = None,
+        tensor: Uncut | None = None,
         mates_group: Callable[[], Any] | None = None,
         blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters",
@@ -91,7 +94,7 @@ class Pipeline(Copy):
     ) -> None:
         placement = placement or {(0, row): row for row in range(len(copies[0]))}
         super().__init__(copies, placement, device, group, waiting, tensor_size, mates_group)
-        self.model = model
+        self.model, self._cut_over_tensor = model, (tensor or Uncut()).cut
         data_place, tensor_place = divmod(self.copy, tensor_size)
         first = data_place * tensor_size
         self.data = DataAxis([r[self.row] for r in self.copies[tensor_place::tensor_size]], data_group, waiting)
@@ -126,6 +129,7 @@ class Pipeline(Copy):
         values = [parameter.data for _, parameter in self.own] + self.own_buffers()
         self.data.equalize(values)
         self.tensor.equalize(values)
+        self._cut_over_tensor()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:

@@ -146,6 +146,12 @@ class Copy:
             with self.waiting("the other stages, to add up a value"):
                 dist.all_reduce(tensor, group=self._group())
 
+    def all_reduce_over_mates(self, tensor: Tensor) -> None:
+        """Sum over all ranks that see this rank's rows, in place."""
+        if len(self.mates) > 1:
+            with self.waiting("the other stages, to add up a value"):
+                dist.all_reduce(tensor, group=self._mates_group())
+
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""
         return self._all_gather(value, self.num_ranks, self._group)

@@ -8,12 +8,22 @@ ranks along `tensor` see the same rows. This class says how many ranks lie along
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.degrees import AXES, Degrees, table
+from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.plan import Plan
+from lightning_parallel.parallel.tensor_parallel import TensorParallel
+from lightning_parallel.pipeline.assembly import Pipeline
+from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
+from lightning_parallel.zero.elementwise import refuse_optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class HybridStrategy(DividedPipeline):
@@ -25,7 +35,14 @@ class HybridStrategy(DividedPipeline):
         data_parallel_size: copies of the model that see different rows.
         pipeline_parallel_size: ranks over which the model's stages are dealt; 1 leaves it whole, and
             `num_microbatches` is then 1 by default.
-        tensor_parallel_size: ranks that see the same rows and share a stage.
+        tensor_parallel_size: ranks that see the same rows and share a stage: each holds some heads of its attention,
+            some features of its perceptrons and some rows of its vocabulary.
+        tensor_plan: which modules are cut how. "auto" finds attention, perceptrons, embedding and head by their names
+            and shapes, and takes what models of `transformers` say of themselves. Or {pattern of module names:
+            "colwise" | "rowwise" | "vocab" | "summed"}, where `*` stands for one part of a dotted name.
+        sequence_parallel: whether ranks along `tensor` hold slices of the sequence where they would otherwise compute
+            the same (norms, dropout, residual sums). Blocks need a norm in front of attention and perceptron, and
+            positions in dim 1, a multiple of the ranks.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
             optimizer states, 2 gradients too (between steps), 3 parameters too.
         gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
@@ -59,9 +76,26 @@ class HybridStrategy(DividedPipeline):
         gather: Gather = "step",
         bucket_mb: float = 32.0,
         mesh_order: Sequence[str] = AXES,
+        tensor_plan: Plan = "auto",
+        sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage, gather, bucket_mb, **kwargs)
+        refuse_arguments(
+            self,
+            tensor_plan=(
+                tensor_plan,
+                tensor_plan == "auto" or isinstance(tensor_plan, Mapping),
+                '"auto" or a mapping of name patterns to styles',
+            ),
+            sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),
+            cuda_graphs=(
+                self.cuda_graphs,
+                not self.cuda_graphs or tensor_parallel_size == 1,
+                "False with tensor_parallel_size above 1: what ranks say to each other inside a block is not captured",
+            ),
+        )
+        self.tensor_plan, self.sequence_parallel = tensor_plan, sequence_parallel
         sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
         self.degrees = Degrees(sizes, mesh_order)
 
@@ -69,8 +103,11 @@ class HybridStrategy(DividedPipeline):
         return self.degrees.axes(self.world_size)
 
     def group_names(self) -> dict[int, str]:
-        """What the process groups are for, for callbacks: by their identity. The default one is of all axes."""
+        """What the process groups are for, for callbacks: by their identity. The default one is of all axes, None."""
         named = {id(group): "x".join(sorted(axes)) for axes, group in self._groups.items()}
+        wide = [axis for axis, size in self.axes().items() if size > 1]
+        if len(wide) == 1:
+            named[id(None)] = wide[0]
         return named | {id(self._sigterm_group): "host"}
 
     def setup_environment(self) -> None:
@@ -81,3 +118,20 @@ class HybridStrategy(DividedPipeline):
         if self.num_ranks == 1 and self.num_microbatches is None and isinstance(self.schedule, str):
             return 1
         return super()._default_microbatches()
+
+    def _assemble(self) -> Pipeline:
+        assert self.lightning_module is not None
+        if self.axis_size("tensor") > 1:
+            axis = TensorAxis(
+                self.axis_rank("tensor"), self.axis_size("tensor"), partial(self.group, "tensor"), self.blocked
+            )
+            self.tensor = TensorParallel(
+                self.lightning_module, axis, self.root_device, self.tensor_plan, self.sequence_parallel
+            )
+        return super()._assemble()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.axis_size("tensor") > 1:
+            for optimizer in self.optimizers:
+                refuse_optimizer(optimizer, type(self).__name__)

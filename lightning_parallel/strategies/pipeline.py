@@ -217,7 +217,7 @@ class PipelineStrategy(PipelineGradients):
             self._pipeline = self._assemble()
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
-        cut_copies(trainer, self.lightning_module, self.pipeline.table, self._whole)
+        cut_copies(trainer, self.lightning_module, self.pipeline.table, self.tensor, self._whole)
         pipeline = self.pipeline
         shares = pipeline.cut.layout.shares
         self.stats = PipelineStats(self._full_schedule(), pipeline.ranks, pipeline.clock, pipeline.all_gather, shares)
@@ -226,7 +226,7 @@ class PipelineStrategy(PipelineGradients):
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(self.lightning_module, self.pipeline)
         self.repeats = Repeats(self.lightning_module, pipeline, self.metrics, possible=not self.dynamic_shapes)
-        self._loss_scale = LossScale(self.precision_plugin, self.pipeline.all_reduce, self.root_device)
+        self._loss_scale = LossScale(self.precision_plugin, self._sum_over_parts, self.root_device)
         self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
         self._loss_checked = False
         share_generators(self.broadcast)
@@ -256,6 +256,7 @@ class PipelineStrategy(PipelineGradients):
             data_group=self.group("data"),
             tensor_size=self.axis_size("tensor"),
             tensor_group=self.group("tensor"),
+            tensor=self.tensor,
             mates_group=partial(self.group, "pipeline", "tensor"),
             blocks=self.blocks,
             partition=self.partition,
@@ -276,7 +277,9 @@ class PipelineStrategy(PipelineGradients):
         super().setup_optimizers(trainer)
         refuse_optimizers(self)
         agree = partial(self.pipeline.check_same, "groups")
-        self._pruned = {id(opt): PrunedOptimizer(opt, self.pipeline.table, agree) for opt in self.optimizers}
+        self._pruned = {
+            id(opt): PrunedOptimizer(opt, self.pipeline.table, agree, self.tensor) for opt in self.optimizers
+        }
 
     def model_to_device(self) -> None:
         self.pipeline.to_device(self.root_device)
@@ -290,9 +293,12 @@ class PipelineStrategy(PipelineGradients):
         if self._metrics is not None:
             self.metrics.release(failed)
             self._metrics = None
+        if self._pipeline is not None and not failed:
+            self.tensor.make_whole()
         super().teardown()
         if self._pipeline is not None:
             self.pipeline.close()
+            self.tensor.release()
             if not failed:  # after a failure the device may never answer
                 _optimizers_to_device(self.optimizers, torch.device("cpu"))
                 self.pipeline.to_device(torch.device("cpu"))

@@ -22,6 +22,7 @@ from lightning_parallel.checkpoint.full import (
     own_state_dict,
 )
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
+from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
@@ -39,6 +40,7 @@ class PipelineCheckpoints(FileOrFolder):
         super().__init__(*args, **kwargs)
         self._pipeline: Pipeline | None = None
         self._pruned: dict[int, PrunedOptimizer] = {}
+        self.tensor = Uncut()  # how parameters are cut over the tensor axis
 
     @property
     def pipeline(self) -> Pipeline:
@@ -52,7 +54,7 @@ class PipelineCheckpoints(FileOrFolder):
             return super().lightning_module_state_dict()
         state = self._module_state()
         if self.state_dict_type == "sharded":
-            return self._to_save(own_state_dict(state, self.pipeline.table))
+            return self._to_save(own_state_dict(state, self.pipeline.table, self.tensor))
         return self._whole(state)
 
     def _module_state(self) -> Mapping[str, Any]:
@@ -68,7 +70,7 @@ class PipelineCheckpoints(FileOrFolder):
         """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
         self.raise_failure()
         with self.connected():
-            whole = full_state_dict(state, self.pipeline.table, self.pipeline.gather)
+            whole = full_state_dict(state, self.pipeline.table, self.pipeline.gather, self.tensor)
         return whole if self.pipeline.copy == 0 else {}  # the first copy's state is the model's
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class PipelineCheckpoints(FileOrFolder):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict)
+        load_full_state_dict(self.lightning_module, self.pipeline.table, checkpoint["state_dict"], strict, self.tensor)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None

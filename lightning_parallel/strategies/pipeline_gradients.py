@@ -115,7 +115,11 @@ class PipelineGradients(PipelineSchedules):
         """Clip by the norm over all stages, each parameter counted once."""
         parameters = {id(p) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None}
         own = [(entry, p) for entry, p in self.pipeline.own if id(p) in parameters]
-        counted = [p.grad for entry, p in own if entry.is_counted_on(self.row) and p.grad is not None]
+        counted = [
+            p.grad
+            for entry, p in own
+            if entry.is_counted_on(self.row) and self.tensor.counts(entry.name) and p.grad is not None
+        ]
         norm = total_norm(list(map(local_part, counted)), self.root_device, self._sum_over_parts)
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for _, p in own if p.grad is not None]
@@ -124,4 +128,4 @@ class PipelineGradients(PipelineSchedules):
 
     def _sum_over_parts(self, value: Tensor) -> None:
         """Sum over the ranks that hold different parts of one model, in place."""
-        self.pipeline.all_reduce(value)
+        self.pipeline.all_reduce_over_mates(value)

@@ -10,6 +10,7 @@ from lightning_parallel.pipeline.schedules import SCHEDULES
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.parameter_server import ParameterServerStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_parallel.strategies.zero import ZeROStrategy
 
 _NOT_RUN = {"terapipe"}  # drawn and simulated only
@@ -18,6 +19,7 @@ STRINGS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     **{f"pipeline_{name}": (PipelineStrategy, {"schedule": name}) for name in _PIPELINES},
     **{f"zero_{stage}": (ZeROStrategy, {"stage": stage}) for stage in (1, 2, 3)},
     "hybrid": (HybridStrategy, {}),
+    "tensor": (TensorParallelStrategy, {}),
     "parameter_server": (ParameterServerStrategy, {"consistency": "bsp"}),
     "ssp": (ParameterServerStrategy, {"consistency": "ssp"}),
 }

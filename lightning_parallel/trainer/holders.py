@@ -20,6 +20,7 @@ from lightning_parallel.zero.shards import write_whole
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_parallel.parallel.uncut import Uncut
     from lightning_parallel.pipeline.parameters import ParameterTable
 
 Whole = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -66,11 +67,12 @@ def refuse_sharded(trainer: Trainer, module: LightningModule, name: str) -> None
         )
 
 
-def cut_copies(trainer: Trainer, module: LightningModule, table: ParameterTable, whole: Whole) -> None:
+def cut_copies(trainer: Trainer, module: LightningModule, table: ParameterTable, tensor: Uncut, whole: Whole) -> None:
     """Leave this rank's part of each copy that a callback holds, and let its state dict be whole."""
     for copied in model_copies(trainer, module):
         like = next(copied.parameters(), None)
         table.drop_foreign(module.device if like is None else like.device, copied)
+        tensor.cut_copy(copied)
         if not any(isinstance(hook, WholeState) for hook in copied._state_dict_hooks.values()):
             copied.register_state_dict_post_hook(WholeState(whole))
 

@@ -84,7 +84,7 @@ class Record:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     lrs: list[float] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
-    own: dict[str, Tensor] = field(default_factory=dict)  # this rank's copies of the parameters it holds
+    own: dict[str, Tensor] = field(default_factory=dict)  # the parameters that this rank's stage holds
     extra: Any = None
 
 
@@ -111,7 +111,8 @@ class Recorder(Callback):
         self.record.optimizers = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
         if isinstance(trainer.strategy, PipelineStrategy):
             with getattr(trainer.strategy, "whole_parameters", nullcontext)():
-                self.record.own = {entry.name: p.detach().clone() for entry, p in trainer.strategy.pipeline.own}
+                whole = trainer.strategy.tensor.whole
+                self.record.own = {e.name: whole(e.name, p.detach()).clone() for e, p in trainer.strategy.pipeline.own}
         if self.at_end is not None:
             self.record.extra = self.at_end(trainer, module)
 

@@ -73,7 +73,8 @@ def test_misspelt_strategy(capsys, given, meant):
     text = answer(capsys, "--trainer.strategy", given)
     assert text.startswith(
         f"lightning-parallel: trainer.strategy was given {given!r}, which is not a strategy. Did you mean {meant}?\n"
-        "Strategies of lightning_parallel: HybridStrategy, ParameterServerStrategy, PipelineStrategy, ZeROStrategy.\n"
+        "Strategies of lightning_parallel: HybridStrategy, ParameterServerStrategy, PipelineStrategy,"
+        " TensorParallelStrategy, ZeROStrategy.\n"
         f"Strategy strings of lightning_parallel: {STRINGS}.\n"
     )
     assert "    class_path: PipelineStrategy\n" in text

@@ -1,0 +1,177 @@
+"""Which module is cut how: from a dict of name patterns, or found by `auto`.
+
+The one idea: a plan is a dict {module name: Style}, whoever made it, checked against the module and the number of ranks
+before anything is changed: a plan that cuts nothing, a pattern that fits nothing and what the ranks do not divide raise
+with the numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_parallel.parallel.auto import Style, find_plan
+from lightning_parallel.parallel.heads import head_features
+from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.styles import is_conv1d
+
+Plan = Literal["auto"] | Mapping[str, str]
+WORDS = (
+    '"colwise", "rowwise", "vocab", "sequence" or "summed"; "colwise:3" where a module holds 3 matrices side by side'
+)
+
+
+def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
+    """The style of every module that is cut, by name, checked.
+
+    Args:
+        model: real or on meta.
+        plan: "auto", or {pattern: style}; `*` stands for one part of a dotted name.
+        size: ranks of the tensor axis.
+
+    Returns:
+        In the order of registration.
+
+    Raises:
+        ValueError: see the module's docstring.
+    """
+    found = find_plan(model, size) if plan == "auto" else _named(model, plan)
+    if not any(style.kind in ("colwise", "rowwise", "vocab", "head") for style in found.values()):
+        raise ValueError(
+            f"tensor_plan={plan!r} cuts no module of {type(model).__name__} over {size} ranks: no attention, perceptron"
+            ' or embedding is of a form it knows. Name them: tensor_plan={"blocks.*.up": "colwise", "blocks.*.down":'
+            ' "rowwise"}.'
+        )
+    for name, style in found.items():
+        _check(model, name, style, size)
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def _named(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    found: dict[str, Style] = {}
+    for pattern, word in plan.items():
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name, _ in model.named_modules() if regex.fullmatch(name)]
+        if not names:
+            close = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+            raise ValueError(
+                f"tensor_plan names {pattern!r}, which fits no module of {type(model).__name__}. `*` stands for one"
+                f" part of a dotted name. Its linear modules end in {', '.join(close) or 'nothing: it has none'}."
+            )
+        found |= {name: _style(pattern, word, model.get_submodule(name)) for name in names}
+    return found
+
+
+def _style(pattern: str, word: str, module: nn.Module) -> Style:
+    kind, _, number = word.partition(":")
+    if kind not in ("colwise", "rowwise", "vocab", "sequence", "summed") or (number and not number.isdigit()):
+        raise ValueError(f"tensor_plan[{pattern!r}]={word!r}: use {WORDS}.")
+    if kind == "vocab" and not isinstance(module, nn.Embedding):
+        kind = "head"
+    return Style(kind, int(number or 1))
+
+
+def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
+    module = model.get_submodule(name)
+    if style.kind in ("colwise", "rowwise", "head") and not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        raise ValueError(
+            f'tensor_plan makes `{name}` ({type(module).__name__}) "{style.kind}", which is for linear modules.'
+        )
+    if style.kind in ("colwise", "rowwise", "head") and _forward_of(module) not in _linear_forwards(module):
+        raise ValueError(
+            f"tensor_plan cuts `{name}` ({type(module).__name__}), whose forward is its own and not that of a linear"
+            " module. Leave it out of the plan."
+        )
+    if style.kind == "vocab" and isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        raise ValueError(f"tensor_plan cuts the embedding `{name}`, which has max_norm or sparse=True. Leave it out.")
+    _check_sizes(model, name, module, style, size)
+
+
+def _forward_of(module: Any) -> Any:
+    return type(module).forward
+
+
+def _linear_forwards(module: nn.Module) -> Sequence[Any]:
+    """The forwards of the classes of linear modules that this one may have."""
+    bases: list[Any] = [cls for cls in type(module).__mro__ if cls is nn.Linear or cls.__name__ == "Conv1D"]
+    return [cls.forward for cls in bases]
+
+
+def _check_sizes(model: nn.Module, name: str, module: nn.Module, style: Style, size: int) -> None:
+    if style.kind in ("vocab", "head"):
+        rows = module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+        if -(-rows // size) * (size - 1) >= rows:
+            raise ValueError(f"`{name}` has {rows} entries, too few for {size} ranks of the tensor axis.")
+        return
+    if style.kind not in ("colwise", "rowwise"):
+        return
+    features = features_of(module)[style.kind == "colwise"] // style.segments
+    per_head = head_features(model, name)
+    if per_head and features % per_head == 0 and (features // per_head) % size:
+        raise ValueError(
+            f"`{name}` has {features // per_head} heads of {per_head} features, which {size} ranks of the tensor axis"
+            " do not divide. Choose a tensor_parallel_size that divides the heads, of keys and values too."
+        )
+    if features % size or features_of(module)[style.kind == "colwise"] % style.segments:
+        raise ValueError(
+            f"`{name}` has {features} features to cut, which {size} ranks of the tensor axis do not divide. Choose"
+            " another tensor_parallel_size, or leave the module out of tensor_plan."
+        )
+
+
+def features_of(module: Any) -> tuple[int, int]:
+    """Input and output features of a whole linear module."""
+    rows, columns = module.weight.shape
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter of a module is cut."""
+
+    leaf: str
+    shares: Shares
+
+
+def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
+    """How the parameters of a module in that style are cut; those that are not named stay whole."""
+    out_dim = 1 if is_conv1d(module) else 0
+    if style.kind in ("colwise", "head"):
+        weight = _shares(module.weight.shape, out_dim, style.segments, size)
+        bias = [] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style.segments, size))]
+        return [Cut("weight", weight), *bias]
+    if style.kind == "rowwise":
+        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
+    if style.kind == "vocab":
+        return [Cut("weight", _shares(module.weight.shape, 0, 1, size))]
+    return []
+
+
+def _shares(shape: Sequence[int], dim: int, segments: int, size: int) -> Shares:
+    return Shares(tuple(shape), dim, (shape[dim] // segments,) * segments, size)
+
+
+def owners(styles: Mapping[str, Style]) -> list[str]:
+    """Names of the smallest modules that hold column-wise ones and the row-wise one behind them."""
+    found: dict[str, None] = {}
+    columns: list[str] = []
+    for name, style in styles.items():
+        if style.kind == "colwise":
+            columns.append(name)
+        elif style.kind == "rowwise" and columns:
+            found[_common([*columns, name])] = None
+            columns = []
+    return list(found)
+
+
+def _common(names: Sequence[str]) -> str:
+    """What dotted names have in common at their beginnings."""
+    parts = [name.split(".") for name in names]
+    same = 0
+    while len({tuple(part[: same + 1]) for part in parts}) == 1 and same < min(map(len, parts)) - 1:
+        same += 1
+    return ".".join(parts[0][:same])

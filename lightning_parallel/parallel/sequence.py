@@ -1,0 +1,154 @@
+"""Sequence parallelism: between the products every rank holds a slice of the positions.
+
+The one idea: what a tensor axis would compute alike on every rank (norms, dropout, residual sums) it computes on
+slices. The first block slices its input and the last one joins its output; in between a norm's output is gathered,
+since attention and perceptron need all positions, and a row-wise product's sum is scattered. An all-reduce is a
+reduce-scatter and an all-gather, so no more is sent than without.
+
+Left out: norms behind the residual sum (BERT), whose output is needed in slices and whole; encoder-decoders. Slices
+begin at the first block, not in the embedding.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_parallel.parallel.auto import Style
+from lightning_parallel.parallel.check import Check
+from lightning_parallel.parallel.operators import join_slices, slice_rows
+from lightning_parallel.parallel.styles import SEQUENCE_DIM, Part
+
+
+class SequenceBlock:
+    """A block that works on slices; `_tensor_block` says what it knows of the chain."""
+
+    _tensor_block: Ends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ends = self._tensor_block
+        if ends.check is not None:
+            ends.run_check(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        if ends.first:
+            args, kwargs = ends.sliced(args, kwargs)
+        result = ends.run(super().__call__, args, kwargs, self.training)  # type: ignore[misc, attr-defined]
+        return ends.joined(result) if ends.last else result
+
+
+class Ends:
+    """What a block knows of the chain.
+
+    Args:
+        part: of the block.
+        first, last: whether it is the first or the last.
+        check: of its first call, or None.
+    """
+
+    def __init__(self, part: Part, first: bool, last: bool, check: Check | None = None) -> None:
+        self.part, self.first, self.last, self.check = part, first, last, check
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ends:
+        return self
+
+    def run(self, call: Any, args: Any, kwargs: Any, training: bool) -> Any:
+        """Call the block on slices, with random numbers of this rank's own."""
+        region = self.part.region
+        region.open()
+        try:
+            region.draw_own(self.part.number, training)
+            return call(*args, **kwargs)
+        finally:
+            region.close()
+
+    def sliced(self, args: Any, kwargs: Any) -> Any:
+        """A block's arguments with this rank's slice of the first tensor among them."""
+        return _with_first((args, kwargs), self._slice)
+
+    def joined(self, tree: Any) -> Any:
+        """A structure with all positions of its first tensor, of which it has a slice."""
+        return _with_first(tree, lambda x: join_slices(x, self.part.region.axis, SEQUENCE_DIM))
+
+    def run_check(self, module: Any, call: Any, args: Any, kwargs: Any) -> None:
+        """Compare the first call, on slices, with that of the whole block on all positions.
+
+        Raises:
+            ValueError: they differ.
+        """
+        check, self.check = self.check, None
+        assert check is not None
+        if not self.first:
+            args, kwargs = self.joined((args, kwargs))
+
+        def on_slices(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.sliced(args, kwargs)
+            return self.joined(self.run(call, args, kwargs, training=False))
+
+        try:
+            check(module, on_slices, args, kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"sequence_parallel=True: `{self.part.name}` ({type(module).__name__}) does not compute on slices of"
+                " the sequence what it computes on all of it. It needs a norm in front of attention and perceptron, and"
+                " nothing else that reads other positions. Use sequence_parallel=False."
+            ) from error
+
+    def _slice(self, x: Tensor) -> Tensor:
+        size = self.part.region.axis.size
+        if x.dim() != 3 or x.shape[SEQUENCE_DIM] % size:
+            raise ValueError(
+                f"sequence_parallel=True slices the positions of the input of `{self.part.name}`, which has the shape"
+                f" {tuple(x.shape)} and not [rows, positions, features] with positions that {size} ranks divide."
+                " Pad the sequences, or use sequence_parallel=False."
+            )
+        return slice_rows(x, self.part.region.axis, SEQUENCE_DIM)
+
+
+def add_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], list[str]]:
+    """The styles with those of norms in the blocks, and the blocks' names, in order.
+
+    Raises:
+        ValueError: there is no single chain of blocks, or a block has parameters of another kind.
+    """
+    blocks = _chain(model, styles)
+    added: dict[str, Style] = {}
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if name in styles or next(module.parameters(recurse=False), None) is None:
+                continue
+            if "norm" not in type(module).__name__.lower():
+                raise ValueError(
+                    f"sequence_parallel=True: `{name}` ({type(module).__name__}) has parameters, is cut by no style and"
+                    " is no norm, so that it is not known which positions it needs. Name it in tensor_plan, or use"
+                    " sequence_parallel=False."
+                )
+            added[name] = Style("sequence")
+    return {**styles, **added}, blocks
+
+
+def _chain(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+    """The children of the one list of modules in which everything is that is cut by rows."""
+    rows = [name for name, style in styles.items() if style.kind == "rowwise"]
+    chains = {
+        name: [f"{name}.{child}" for child, _ in module.named_children()]
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and rows and all(r.startswith(f"{name}.") for r in rows)
+    }
+    if not chains:
+        raise ValueError(
+            f"sequence_parallel=True needs one list of blocks with everything that tensor_plan cuts, and"
+            f" {type(model).__name__} has none. Use sequence_parallel=False."
+        )
+    return max(chains.items(), key=lambda chain: chain[0].count("."))[1]
+
+
+def _with_first(tree: Any, change: Any) -> Any:
+    """A structure with its first tensor of floats changed."""
+    leaves, form = tree_flatten(tree)
+    place = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
+    leaves[place] = change(leaves[place])
+    return tree_unflatten(leaves, form)

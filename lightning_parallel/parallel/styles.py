@@ -1,0 +1,200 @@
+"""What a module becomes when it is cut: its class is swapped for a subclass with one operator before or behind.
+
+The one idea: the module stays what it is (its names, hooks and type), and only its own `forward` changes. No hooks are
+used: those would be run, with stand-ins, by pipeline stages that do not hold the module.
+
+    style      module     weights cut        input                 output
+    colwise    Linear     along the output   copied to the ranks   this rank's features
+    rowwise    Linear     along the input    this rank's features  summed over the ranks
+    vocab      Embedding  rows               as it is              summed over the ranks
+    vocab      Linear     along the output   copied to the ranks   gathered: all features
+    summed     any        not                this rank's features  gradients of its parameters are summed
+    sequence   norm       not                slices                gathered; gradients of its parameters are summed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_parallel.parallel.operators import gather_features, gather_rows, scatter_sums, sum_over_ranks
+from lightning_parallel.parallel.region import Region
+
+SEQUENCE_DIM = 1  # of hidden states [rows, positions, features]
+
+
+@dataclass(eq=False)
+class Part:
+    """What a cut module knows.
+
+    Attributes:
+        name: the module's.
+        region: of the model.
+        number: of the module among those cut, for its random numbers.
+        features: of the whole output.
+        begin: of this rank's rows of an embedding.
+        sliced: whether it lies in a block whose hidden states are slices of the sequence.
+    """
+
+    name: str
+    region: Region
+    number: int
+    features: int = 0
+    begin: int = 0
+    sliced: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in `transformers`, whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def product(module: Any, x: Tensor) -> Tensor:
+    """A linear module without its bias."""
+    if is_conv1d(module):
+        return torch.mm(x.flatten(0, -2), module.weight).view(*x.shape[:-1], -1)
+    return F.linear(x, module.weight)
+
+
+class Colwise:
+    """A linear module with this rank's output features."""
+
+    _tensor_part: Part
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        if part.sliced:  # a norm has gathered it, and sums its gradients
+            part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
+        else:
+            x = part.region.enter(x, part.number, self.training)  # type: ignore[attr-defined]
+        return super().forward(x)  # type: ignore[misc]
+
+
+class Rowwise:
+    """A linear module with this rank's input features; the bias is added once, to the sum."""
+
+    _tensor_part: Part
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        part.region.leave()
+        y = product(self, x)
+        if part.sliced:
+            y = scatter_sums(y, part.region.axis, SEQUENCE_DIM)
+        else:
+            y = sum_over_ranks(y, part.region.axis)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class Head(Colwise):
+    """A linear module with this rank's output features, which are gathered behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        y = super(Colwise, self).forward(part.region.copied(x))  # type: ignore[misc]
+        missing = -(-part.features // part.region.axis.size) - y.shape[-1]
+        return gather_features(F.pad(y, (0, missing)) if missing else y, part.region.axis, part.features)
+
+
+class VocabEmbedding:
+    """An embedding with this rank's rows of the table."""
+
+    _tensor_part: Part
+    weight: Tensor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        part = self._tensor_part
+        local = ids - part.begin
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        y = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
+        return sum_over_ranks(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), part.region.axis)
+
+
+class SequenceNorm:
+    """A norm on a slice of the sequence, whose output every rank needs whole."""
+
+    _tensor_part: Part
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        part.region.leave()
+        return gather_rows(super().forward(x), part.region.axis, SEQUENCE_DIM)  # type: ignore[misc]
+
+
+class Scope:
+    """A module that holds column-wise ones: what they share is forgotten when it returns."""
+
+    _tensor_scope: Part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self._tensor_scope
+        part.region.open()
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            _explain(error, part)
+            raise
+        finally:
+            part.region.close()
+
+
+class Checked:
+    """A module that holds column-wise ones and the row-wise one behind them: its first call is checked."""
+
+    _tensor_check: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check = self.__dict__.pop("_tensor_check", None)
+        if check is not None:
+            check(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _explain(error: RuntimeError, part: Part) -> None:
+    """Most such modules fail because they take sizes from where tensor parallelism cannot change them."""
+    if "shape" in str(error) or "size" in str(error):
+        error.add_note(
+            f"`{part.name}` runs on 1/{part.region.axis.size} of its heads and features (tensor parallelism). Its code"
+            " should take their number from an attribute (num_heads, ...) or leave it open (-1), and not from the shape"
+            " of its input. Or leave it out of tensor_plan."
+        )
+
+
+STYLES: dict[str, type] = {
+    "colwise": Colwise, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head, "sequence": SequenceNorm,
+}  # fmt: skip
+_classes: dict[tuple[type, type], type] = {}
+
+
+def become(module: nn.Module, style: type, part: Any) -> None:
+    """Swap a module's class for a subclass in that style, which finds `part` under the style's own name for it."""
+    cls, key = type(module), next(iter(style.__annotations__), "_tensor_part")
+    if (style, cls) not in _classes:
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_tensor_base": cls}
+        _classes[style, cls] = type(cls.__name__, (style, cls), names)
+    module.__class__ = _classes[style, cls]
+    module.__dict__[key] = part
+
+
+def own_class(module: nn.Module) -> type:
+    """The class that a module had before it was cut."""
+    cls: Any = type(module)
+    while "_tensor_base" in vars(cls):
+        cls = cls._tensor_base
+    return cls
+
+
+def become_itself(module: nn.Module) -> None:
+    """Give a module its own class back."""
+    if (own := own_class(module)) is not type(module):
+        module.__class__ = own
+    for key in ("_tensor_part", "_tensor_scope", "_tensor_check", "_tensor_block"):
+        module.__dict__.pop(key, None)

@@ -1,0 +1,233 @@
+"""One rank's part of a model whose modules are cut over a tensor axis.
+
+The one idea: the parameters stay the objects they are, and their data becomes the rank's part; who holds a reference
+(an optimizer, a tied module, a flat buffer) needs to know nothing. The whole can be had back at any time: names and
+shapes of the user's are those of checkpoints, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate
+
+from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.check import Check
+from lightning_parallel.parallel.heads import shared_heads
+from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
+from lightning_parallel.parallel.region import Region
+from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles
+from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
+from lightning_parallel.parallel.uncut import Uncut
+from lightning_parallel.pipeline.phantom import Phantom
+
+
+class TensorParallel(Uncut):
+    """A model to be cut over the ranks of a tensor axis.
+
+    Args:
+        model: the whole model, real or on meta, equal on all ranks before `cut`.
+        axis: the ranks.
+        device: where this rank computes.
+        plan: "auto", or {pattern of module names: style}; see `plan.resolve`.
+        sequence_parallel: whether what lies between products works on slices of the sequence; see `sequence`.
+
+    Attributes:
+        styles: of every module that is cut, by name.
+        shares: of every parameter that is cut, by each of its names.
+
+    Raises:
+        ValueError: the plan does not fit the model or the number of ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: TensorAxis,
+        device: torch.device,
+        plan: Plan = "auto",
+        sequence_parallel: bool = False,
+    ) -> None:
+        self.model, self.axis = model, axis
+        self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
+        if sequence_parallel:
+            self.styles, self.blocks = add_sequence_styles(model, self.styles)
+        self.shares = self._find_shares()
+        self._heads = self._find_heads()
+        self._region = Region(axis, device)
+        self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._hooks: list[Any] = []
+
+    def cut(self) -> None:
+        """Make this rank's part of every parameter its data, and the modules compute with it."""
+        for number, (name, style) in enumerate(self.styles.items()):
+            module: Any = self.model.get_submodule(name)
+            part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
+            if style.kind == "head":
+                part.features = features_of(module)[1]
+            elif style.kind == "vocab":
+                self._cut_embedding(name, module, part)
+            elif style.kind in ("summed", "sequence"):
+                self._sum_gradients(module.parameters())
+            elif style.kind == "rowwise" and part.sliced and module.bias is not None:
+                self._sum_gradients([module.bias])
+            if style.kind in ("colwise", "head") and is_conv1d(module):
+                self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
+            if style.kind in STYLES:
+                become(module, STYLES[style.kind], part)
+        self._open_scopes()
+        self._slice_sequences() if self.blocks else self._check_first_calls()
+        self.cut_copy(self.model)
+
+    def cut_copy(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name in self.shares and not isinstance(parameter, Phantom):
+                parameter.data = self.part(name, parameter.data)
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        """The whole of what is cut like the parameter of that name, on every rank; all ranks call it.
+
+        A tensor of another shape than this rank's part is given back.
+        """
+        shares = self.shares.get(name)
+        if shares is None or tuple(value.shape) != shares.local_shape(self.axis.rank):
+            return value
+        lengths = [shares.local_shape(rank)[shares.dim] for rank in range(self.axis.size)]
+        missing = [*value.shape]
+        missing[shares.dim] = max(lengths) - value.shape[shares.dim]
+        padded = torch.cat([value, value.new_zeros(missing)], shares.dim) if missing[shares.dim] else value
+        gathered = self.axis.all_gather(padded, shares.dim).chunk(self.axis.size, shares.dim)
+        return shares.join([p.narrow(shares.dim, 0, n) for p, n in zip(gathered, lengths, strict=True)])
+
+    def part(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of what is the whole of, or like, the parameter of that name; other tensors as they are."""
+        shares = self.shares.get(name)
+        if shares is None or tuple(value.shape) != shares.shape:
+            return value
+        return shares.cut(value, self.axis.rank)
+
+    def placement(self, name: str) -> Placement | None:
+        """How a parameter lies over the axis in DTensor's words; None where it has none for it."""
+        return self.shares[name].placement() if name in self.shares else Replicate()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter is one that counts in norms."""
+        return name in self.shares or self.axis.rank == 0
+
+    def make_whole(self) -> None:
+        """Give every parameter its whole data back; all ranks call it."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.shares and not isinstance(parameter, Phantom):
+                parameter.grad = None
+                parameter.data = self.whole(name, parameter.data)
+
+    def release(self) -> None:
+        """Give every module its own class and attributes back."""
+        for module in self.model.modules():
+            become_itself(module)
+        for module, attributes in self._changed:
+            module.__dict__.update(attributes)
+        for hook in self._hooks:
+            hook.remove()
+        self._changed, self._hooks = [], []
+
+    def _find_shares(self) -> dict[str, Shares]:
+        cut: dict[int, tuple[str, Shares]] = {}
+        for name, style in self.styles.items():
+            module = self.model.get_submodule(name)
+            for one in cuts_of(module, style, self.axis.size):
+                parameter, full = module._parameters[one.leaf], f"{name}.{one.leaf}"
+                other, shares = cut.setdefault(id(parameter), (full, one.shares))
+                if shares != one.shares:
+                    raise ValueError(f"tensor_plan cuts `{other}` and `{full}`, which are one parameter, in two ways.")
+        self._refuse_ties(cut)
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: cut[id(parameter)][1] for name, parameter in named if id(parameter) in cut}
+
+    def _find_heads(self) -> dict[str, dict[str, int]]:
+        """The modules that hold column-wise ones, and this rank's counts of heads in them."""
+        columns = [name for name, style in self.styles.items() if style.kind == "colwise"]
+        names = dict.fromkeys(name.rpartition(".")[0] for name in columns)
+        return {name: shared_heads(self.model.get_submodule(name), name, self.axis.size) for name in names}
+
+    def _refuse_ties(self, cut: dict[int, tuple[str, Shares]]) -> None:
+        """A parameter that is cut in one module cannot be whole in another."""
+        for name, module in self.model.named_modules():
+            style = self.styles.get(name)
+            own = {one.leaf for one in cuts_of(module, style, self.axis.size)} if style else set()
+            for leaf, parameter in module._parameters.items():
+                # A parameter that another module registers as a bare one beside (BERT's head bias) is only named there.
+                if id(parameter) in cut and leaf not in own and "forward" in vars(type(module)) and _is_leaf(module):
+                    raise ValueError(
+                        f"tensor_plan cuts `{cut[id(parameter)][0]}`, which `{name}` has too. Cut both (an embedding"
+                        ' and its head: "vocab"), or none.'
+                    )
+
+    def _cut_embedding(self, name: str, module: Any, part: Part) -> None:
+        begin, end = self.shares[f"{name}.weight"].span(self.axis.rank)
+        padding = module.padding_idx
+        if padding is not None:
+            self._change(module, padding_idx=padding - begin if begin <= padding < end else None)
+        part.begin = begin
+
+    def _sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of parameters that a rank uses with features or positions of its own."""
+        for parameter in parameters:
+            if not isinstance(parameter, Phantom):
+                trains = parameter.requires_grad
+                self._hooks.append(parameter.requires_grad_().register_hook(self._summed))
+                parameter.requires_grad_(trains)  # a frozen one may train later
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        return self.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+
+    def _open_scopes(self) -> None:
+        """Modules that hold column-wise ones, with heads and widths of this rank."""
+        for number, (name, heads) in enumerate(self._heads.items()):
+            module = self.model.get_submodule(name)
+            self._change(module, **heads)
+            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path does not call its modules
+                self._change(module, activation_relu_or_gelu=0)
+            if name:
+                become(module, Scope, Part(name, self._region, number))
+
+    def _check_first_calls(self) -> None:
+        """Of each kind of module that holds a whole pair, the first one that this rank has."""
+        for name, check in self._checks(owners(self.styles)).items():
+            become(self.model.get_submodule(name), Checked, check)
+
+    def _slice_sequences(self) -> None:
+        checks, blocks = self._checks(self.blocks), self.blocks
+        for number, name in enumerate(blocks):
+            part = Part(name, self._region, len(self.styles) + number)
+            ends = Ends(part, number == 0, number == len(blocks) - 1, checks.get(name))
+            become(self.model.get_submodule(name), SequenceBlock, ends)
+
+    def _checks(self, names: Iterable[str]) -> dict[str, Check]:
+        """For the first module of each kind that this rank holds."""
+        changed = {id(module): attributes for module, attributes in self._changed}
+        kinds: set[type] = set()
+        checks: dict[str, Check] = {}
+        for name in filter(None, names):
+            module = self.model.get_submodule(name)
+            held = dict(module.named_parameters())
+            if own_class(module) in kinds or any(isinstance(p, Phantom) for p in held.values()):
+                continue
+            kinds.add(own_class(module))
+            shapes = {n: tuple(p.shape) for n, p in held.items()}
+            were = {n: (own_class(m), changed.get(id(m), {})) for n, m in module.named_modules()}
+            checks[name] = Check(name, self.axis.size, self.part, shapes, were)
+        return checks
+
+    def _change(self, module: nn.Module, **attributes: Any) -> None:
+        if attributes:
+            self._changed.append((module, {name: getattr(module, name) for name in attributes}))
+        module.__dict__.update(attributes)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None

@@ -1,0 +1,314 @@
+"""Modules cut over a tensor axis compute what one process computes: outputs, gradients made whole, weights."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_parallel.demo.gpt import GPT
+from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.tensor_parallel import TensorParallel
+from tests.harness import run_ranks
+from tests.trainer.architectures import BERT, DECODER, VIT
+
+# Partial sums over features are added rank by rank: float32 rounding of values around 1, a few products deep.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+# Adam divides by the root of the second moment: a gradient that nearly vanishes is all rounding, and decides a step.
+ADAM = {"rtol": 1e-3, "atol": 2e-5}
+TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(3))
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+LABELS = torch.tensor([0, 2])
+
+
+def gpt() -> nn.Module:
+    return GPT(vocabulary=17, context=16, width=16, num_blocks=2, num_heads=4)
+
+
+def build(name: str, options: dict[str, Any], **other: Any) -> nn.Module:
+    config = getattr(transformers, f"{name.partition('For')[0].removesuffix('LMHeadModel')}Config")
+    return getattr(transformers, name)(config(**{**options, "num_attention_heads": 4, "num_hidden_layers": 2, **other}))
+
+
+GPT2 = {
+    "vocab_size": 17, "n_embd": 16, "n_positions": 16, "n_layer": 2, "n_head": 4, "use_cache": False,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def causal(model: Any) -> Tensor:
+    logits = model(TOKENS) if isinstance(model, GPT) else model(input_ids=TOKENS).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+Make = Callable[[], nn.Module]
+Loss = Callable[[Any], Tensor]
+MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
+    "gpt": (gpt, causal, 2 * 6 + 1),
+    "gpt2": (lambda: build("GPT2LMHeadModel", GPT2), causal, 2 * 6 + 1),
+    "llama": (
+        lambda: build("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2, "vocab_size": 17}),
+        causal,
+        2 * 7 + 2,
+    ),
+    "qwen3": (
+        lambda: build("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "vocab_size": 17, "head_dim": 8}),
+        causal,
+        2 * 7 + 2,
+    ),
+    "bert": (
+        lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
+        lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
+        2 * (3 * 2 + 1 + 2 + 1) + 2,
+    ),
+    "vit": (
+        lambda: build("ViTForImageClassification", VIT),
+        lambda model: model(pixel_values=IMAGES, labels=LABELS).loss,
+        2 * (3 * 2 + 1 + 2 + 1),
+    ),
+}
+
+
+QUICK = ("gpt", "gpt2", "llama", "bert")  # of these the default tests have enough
+
+
+def steps(model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Callable[[str, Tensor], Tensor]) -> Any:
+    """Three clipped steps of AdamW: losses, norms, first gradients, weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        if not step:
+            gradients = {n: whole(n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
+        norms.append(clip())
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), torch.stack(norms), gradients, {
+        n: whole(n, p.detach().clone()) for n, p in model.named_parameters()
+    }  # fmt: skip
+
+
+def clip_by(model: nn.Module, tensor: TensorParallel) -> Tensor:
+    counted = [p.grad for n, p in model.named_parameters() if p.grad is not None and tensor.counts(n)]
+    square = torch.stack([g.square().sum() for g in counted] or [torch.zeros(())]).sum()
+    norm = tensor.axis.all_reduce(square).sqrt()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def on_ranks(name: str, size: int, **options: Any) -> list[Any]:
+    make, loss_of, _ = MODELS[name]
+    torch.manual_seed(1)
+    model = make()
+    model.train()
+
+    def run(rank: int) -> Any:
+        tensor = TensorParallel(model, TensorAxis(rank, size), torch.device("cpu"), **options)
+        tensor.cut()
+        result = steps(model, loss_of, lambda: clip_by(model, tensor), tensor.whole)
+        bits = {n: p.detach().clone() for n, p in model.named_parameters() if n not in tensor.shares}
+        cut = len({id(model.get_parameter(n)) for n in tensor.shares})
+        return result, bits, cut
+
+    return run_ranks(run, size)
+
+
+def one_process(name: str) -> Any:
+    make, loss_of, _ = MODELS[name]
+    torch.manual_seed(1)
+    model = make()
+    model.train()
+    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+    return steps(model, loss_of, clip, lambda name, value: value)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS])
+def test_two_ranks_are_one_process(name):
+    check(name, 2)
+
+
+def check(name: str, size: int, **options: Any) -> None:
+    losses, norms, gradients, weights = one_process(name)
+    ranks = on_ranks(name, size, **options)
+    for (ours, our_norms, our_gradients, our_weights), bits, cut in ranks:
+        assert cut == MODELS[name][2]
+        torch.testing.assert_close(ours, losses, **CLOSE)
+        torch.testing.assert_close(our_norms, norms, **CLOSE)
+        torch.testing.assert_close(our_gradients, gradients, **CLOSE)
+        torch.testing.assert_close(our_weights, weights, **ADAM)
+        assert all(torch.equal(value, ranks[0][1][n]) for n, value in bits.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "vit"])
+def test_four_ranks_are_one_process(name):
+    check(name, 4)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner, self.down, self.outer = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.inner(torch.ones_like(self.up(x)))
+        y = self.outer(self.down(kept))
+        self.masks += [kept.detach(), (y != 0).float()]
+        return x + y
+
+
+def test_masks_differ_where_features_are_cut_and_agree_where_they_are_whole():
+    def run(rank: int) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(Perceptron(), Perceptron())
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        model(torch.ones(16, 4))  # its first call, which is checked
+        for part in model:
+            part.masks.clear()
+        model(torch.ones(16, 4))
+        return [mask for part in model for mask in part.masks], torch.rand(1)
+
+    (ours, after), (theirs, after_theirs) = run_ranks(run, 2)
+    assert torch.equal(after, after_theirs)
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other) == (number % 2 == 1)
+    assert not torch.equal(ours[0], ours[2])  # the second layer's are its own
+
+
+def test_without_dropout_inside_what_is_drawn_is_what_one_process_draws():
+    def run(rank: int, size: int) -> Tensor:
+        torch.manual_seed(1)
+        model = build("GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.3})
+        TensorParallel(model, TensorAxis(rank, size), torch.device("cpu")).cut() if size > 1 else None
+        torch.manual_seed(2)
+        return causal(model.train()).detach()
+
+    for loss in run_ranks(run, 2, 2):
+        torch.testing.assert_close(loss, run(0, 1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "words"),
+    [
+        (
+            {"blocks.*.nothing": "colwise"},
+            2,
+            r"tensor_plan names 'blocks.\*.nothing', which fits no module of GPT.*down",
+        ),
+        ({"blocks.*.up": "columns"}, 2, r"tensor_plan\['blocks.\*.up'\]='columns': use \"colwise\""),
+        ({"norm": "colwise"}, 2, r"tensor_plan makes `norm` \(LayerNorm\) \"colwise\", which is for linear modules"),
+        ({"norm": "summed"}, 2, r"cuts no module of GPT over 2 ranks"),
+        ("auto", 3, r"`blocks.0.qkv` has 16 features to cut, which 3 ranks"),
+        ("auto", 8, r"`blocks.0` has num_heads=4, which 8 ranks of the tensor axis do not divide"),
+        ({"embedding": "vocab", "blocks.*.up": "colwise"}, 2, r"cuts `embedding.weight`, which `head` has too"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(plan, size, words):
+    with pytest.raises(ValueError, match=words):
+        TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
+
+
+def test_heads_of_keys_that_the_ranks_do_not_divide_are_refused():
+    model = build("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2})
+    with pytest.raises(ValueError, match=r"k_proj` has 2 heads of 4 features, which 4 ranks"):
+        TensorParallel(model, TensorAxis(0, 4), torch.device("cpu"))
+
+
+def test_code_that_takes_sizes_from_its_input_is_told_so():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.qkv, self.out = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, x.shape[-1] // self.num_heads).unbind(2)
+            return self.out(F.scaled_dot_product_attention(q, k, v).reshape(x.shape))
+
+    def run(rank: int) -> str:
+        model = nn.Sequential(Attention())
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(2, 3, 16))
+        return caught.value.__notes__[0]
+
+    assert "`0` runs on 1/2 of its heads and features" in run_ranks(run, 2)[0]
+
+
+class Hidden(nn.Module):
+    """Its heads are where nobody looks."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.config, self.qkv, self.out = {"heads": 4}, nn.Linear(16, 48), nn.Linear(16, 16)
+        self.num_heads = 4 if known else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.num_heads or self.config["heads"]
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
+    def run(rank: int, known: bool, word: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(Hidden(known), Hidden(known))
+        x = torch.randn(2, 3, 16)
+        whole, state = model(x), torch.get_rng_state()
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu"), {"*.qkv": word, "*.out": "rowwise"}).cut()
+        torch.testing.assert_close(model(x), whole, **CLOSE)
+        return torch.equal(torch.get_rng_state(), state)
+
+    assert all(run_ranks(run, 2, True, "colwise:3"))
+    for known, word in ((False, "colwise:3"), (True, "colwise")):
+        with pytest.raises(ValueError, match=r"`0` computes other values on 2 ranks of the tensor axis than whole"):
+            run_ranks(run, 2, known, word)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3"))]
+)
+def test_slices_of_the_sequence_are_one_process(name):
+    check(name, 2, sequence_parallel=True)
+
+
+def test_between_blocks_a_rank_has_its_slice_and_draws_its_own_masks():
+    def run(rank: int) -> Any:
+        torch.manual_seed(1)
+        model = GPT(vocabulary=17, context=16, width=16, num_blocks=2, num_heads=4, dropout=0.5)
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu"), sequence_parallel=True).cut()
+        causal(model)
+        seen: list[Tensor] = []
+        model.blocks[1].norm_1.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+        logits = model.train()(TOKENS[:, :1].expand(4, 8))  # the same token everywhere
+        return seen[0].shape, seen[0][:, -1] - seen[0][:, -2], logits.shape, torch.rand(1)
+
+    (shape, ours, logits, after), (_, theirs, _, after_theirs) = run_ranks(run, 2)
+    assert (shape, logits) == ((4, 4, 16), (4, 8, 17)) and torch.equal(after, after_theirs)
+    assert not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_of", "words"),
+    [
+        (MODELS["bert"][0], MODELS["bert"][1], "`bert.encoder.layer.0` (BertLayer) does not compute on slices of the"),
+        (MODELS["vit"][0], MODELS["vit"][1], "shape (2, 17, 16) and not [rows, positions, features] with positions"),
+        (lambda: Perceptron(), None, "needs one list of blocks with everything that tensor_plan cuts"),
+    ],
+)
+def test_blocks_that_cannot_work_on_slices_are_refused(make, loss_of, words):
+    def run(rank: int) -> None:
+        model = make()
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu"), sequence_parallel=True).cut()
+        loss_of(model)
+
+    with pytest.raises(ValueError, match=re.escape(words)):
+        run_ranks(run, 2)

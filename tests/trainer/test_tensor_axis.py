@@ -1,0 +1,137 @@
+"""Meshes with a tensor axis train as one process does, whatever the schedule, and save what one process saves."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_parallel.demo.huggingface import HuggingFaceLM
+from tests.trainer.hybrids import ADAM, CLOSE, Mesh, assert_one_process, gpt, gpt_case, on_meshes, token_loader
+from tests.trainer.pipelines import one_process
+
+
+def llama(**options: Any) -> HuggingFaceLM:
+    return HuggingFaceLM("llama", vocabulary=19, context=16, width=16, num_blocks=4, num_heads=4, **options)
+
+
+def whole_gpt() -> Any:
+    return gpt(num_heads=4)
+
+
+MESHES = {
+    "1 x 2 x 2, zb_v": Mesh(1, 2, 2, {"schedule": "zb_v"}),
+    "1 x 2 x 2, recomputed, slices": Mesh(1, 2, 2, {"recompute": "block", "sequence_parallel": True}),
+    "1 x 2 x 2, zb_v, slices": Mesh(1, 2, 2, {"schedule": "zb_v", "sequence_parallel": True}),
+    "2 x 1 x 2": Mesh(2, 1, 2),
+    "1 x 1 x 4": Mesh(1, 1, 4),
+}
+
+
+def assert_replicated_bits(records: Any, mesh: Mesh) -> None:
+    """What every rank of a tensor axis holds is the same to the bit (as is what is made whole of parts)."""
+    for record in records[1 : mesh.tensor]:
+        if mesh.pipeline == 1:
+            assert all(torch.equal(value, records[0].own[name]) for name, value in record.own.items())
+
+
+def test_a_tensor_axis_is_one_process():
+    check_layouts(whole_gpt, ["1 x 2 x 2, zb_v, slices", "1 x 1 x 4"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [whole_gpt, llama])
+def test_layouts_with_a_tensor_axis_are_one_process(make):
+    check_layouts(make, list(MESHES))
+
+
+def check_layouts(make: Any, names: list[str]) -> None:
+    case = gpt_case(accumulate_grad_batches=2).but(make=make)
+    reference, meshes = one_process(case), [MESHES[name] for name in names]
+    for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes]), strict=True):
+        assert_one_process(records, reference, mesh)
+        assert_replicated_bits(records, mesh)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_to_any_layout_and_one_process_and_back(tmp_path):
+    plain, file, folder = tmp_path / "plain.ckpt", tmp_path / "file.ckpt", tmp_path / "folder.ckpt"
+    case = gpt_case(max_steps=-1, max_epochs=1).but(make=whole_gpt)
+    longer = case.but(trainer={"max_epochs": 2})
+    reference = one_process(longer)
+    one_process(case.but(at_end=saver(plain)))
+    sharded = {"state_dict_type": "sharded"}
+    jobs = [
+        (case.but(at_end=saver(file)), Mesh(1, 2, 2)),
+        (case.but(at_end=saver(folder)), Mesh(1, 2, 2, sharded)),
+        (longer.but(checkpoint=file), Mesh(1, 1, 4)),
+        (longer.but(checkpoint=folder), Mesh(2, 2, 1)),
+        (longer.but(checkpoint=plain), Mesh(1, 2, 2)),
+        (longer.but(checkpoint=folder), Mesh(2, 1, 2, sharded)),
+    ]
+    rest = torch.stack(reference.losses[6:])
+    for (_, mesh), records in [*zip(jobs, on_meshes(jobs), strict=True)][2:]:
+        by_place = {mesh.place(rank): torch.stack(record.losses) for rank, record in enumerate(records)}
+        torch.testing.assert_close(torch.stack([*by_place.values()]).mean(0), rest, **CLOSE)
+    again = one_process(longer.but(checkpoint=file))
+    torch.testing.assert_close(torch.stack(again.losses), rest, **CLOSE)
+    ours, theirs = torch.load(file, weights_only=False), torch.load(plain, weights_only=False)
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+
+
+def saver(path: Any) -> Any:
+    return lambda trainer, module: trainer.save_checkpoint(path)
+
+
+def test_after_fit_every_rank_has_whole_weights_and_may_go_on(tmp_path):
+    def after(trainer: Any, module: Any) -> Any:
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        [scores] = trainer.validate(module, token_loader(), verbose=False)
+        return {name: p.detach().clone() for name, p in module.named_parameters()}, scores
+
+    case = gpt_case(limit_val_batches=2).but(make=whole_gpt, after=after, validate=True)
+    [records] = on_meshes([(case, Mesh(1, 1, 2))])
+    reference = one_process(case)
+    for record in records:
+        torch.testing.assert_close(record.extra[0], reference.extra[0], **ADAM)
+        torch.testing.assert_close(record.extra[1]["val_loss"], reference.extra[1]["val_loss"], rtol=1e-4, atol=0)
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=False)
+    torch.testing.assert_close(saved["state_dict"]["blocks.0.qkv.weight"], records[1].extra[0]["blocks.0.qkv.weight"])
+    assert saved["optimizer_states"][0]["state"][0]["exp_avg"].shape == (19, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sliced", [False, True])
+def test_masks_are_those_of_the_layer_whatever_the_pipeline_and_what_is_recomputed(sliced):
+    case = gpt_case().but(make=lambda: gpt(num_heads=4, dropout=0.3))
+    options: list[dict[str, Any]] = [{}, {"recompute": "block"}, {"schedule": "zb_v"}, {"recompute": "stage"}]
+    jobs = [(case, Mesh(1, 2, 2, {"sequence_parallel": sliced, **more})) for more in options]
+    first, *others = on_meshes(jobs)
+    for records in [first, *others]:
+        torch.testing.assert_close(torch.stack(records[0].losses), torch.stack(first[0].losses), **CLOSE)
+        for mine, other in ((0, 1), (2, 3)):  # neighbours along the tensor axis
+            pairs = zip(records[mine].own.values(), records[other].own.values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.slow
+def test_the_data_axis_divides_the_states_of_what_the_tensor_axis_cuts(tmp_path):
+    case = gpt_case(max_steps=-1, max_epochs=1, accumulate_grad_batches=2).but(make=whole_gpt)
+    reference = one_process(case)
+    options: list[dict[str, Any]] = [
+        {"zero_stage": 1, "sequence_parallel": True},
+        {"zero_stage": 2},
+        {"zero_stage": 3, "sequence_parallel": True},
+        {"zero_stage": 3, "gather": "microbatch", "state_dict_type": "sharded"},
+    ]
+    jobs = [
+        (case.but(at_end=saver(tmp_path / f"{number}.ckpt")), Mesh(2, 1, 2, more))
+        for number, more in enumerate(options)
+    ]
+    for (_, mesh), records in zip(jobs[:3], on_meshes(jobs)[:3], strict=True):
+        assert_one_process(records, reference, mesh)
+    longer = case.but(trainer={"max_epochs": 2})
+    rest = torch.stack(one_process(longer).losses[6:])
+    goes_on = [(longer.but(checkpoint=tmp_path / f"{number}.ckpt"), Mesh(1, 2, 2)) for number in (0, 2, 3)]
+    for records in on_meshes(goes_on):
+        torch.testing.assert_close(torch.stack(records[0].losses), rest, **CLOSE)
