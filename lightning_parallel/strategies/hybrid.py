@@ -74,7 +74,7 @@ class HybridStrategy(DividedPipeline):
         tensor_parallel_size: int | None = 1,
         zero_stage: int = 0,
         gather: Gather = "step",
-        bucket_mb: float = 32.0,
+        bucket_mb: float = 128.0,
         mesh_order: Sequence[str] = AXES,
         tensor_plan: Plan = "auto",
         sequence_parallel: bool = False,

@@ -47,7 +47,7 @@ class DividedPipeline(PipelineStrategy):
     """
 
     def __init__(
-        self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 32.0, cuda_graphs: bool = False,
+        self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 128.0, cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(cuda_graphs=cuda_graphs, **kwargs)
