@@ -20,15 +20,18 @@ from torch.optim import Optimizer
 from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
+from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.updates import Update
 from lightning_parallel.strategies.arguments import is_count, refuse_arguments
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
+from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.hub import SERVE
-from lightning_parallel.trainer.line import Line, first_of
+from lightning_parallel.trainer.line import JOIN, Line, first_of
+from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
@@ -75,6 +78,7 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: "async" and "downpour": steps from read to read; in between a worker follows its own gradients.
         scale: "mean" divides pushes by the number of workers, "sum" does not.
         lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
+        restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start.
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
         **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
 
@@ -103,6 +107,7 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: int = 1,
         scale: Literal["mean", "sum"] = "mean",
         lease: float = 10.0,
+        restarts: int = 0,
         start_method: StartMethod = "fork",
         **kwargs: Any,
     ) -> None:
@@ -115,17 +120,21 @@ class ParameterServerStrategy(MeshStrategy):
             staleness=(staleness, staleness is None or is_count(staleness, 0), "a count, 0 or more"),
             update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
+            restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
             **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
         )
         rule = rule_of(consistency, staleness)
         self.wishes = Wishes(
             rule, num_servers, replication, update, tuple(filters or ()), n_push, n_fetch, scale, lease
         )  # fmt: skip
+        self.restarts = restarts
         self.worker: ServerWorker | None = None
+        self.rows: DealtRows | None = None
         self.versions: Versions | None = None
         self._line: Line | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
+        self._job: Job | None = None
         self._undo: Callable[[], None] | None = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -151,9 +160,14 @@ class ParameterServerStrategy(MeshStrategy):
 
         environment = self.cluster_environment
         if self.start_method == "popen" or (environment is not None and environment.creates_processes_externally):
+            if self.restarts:
+                raise ValueError(
+                    f"{type(self).__name__}(restarts={self.restarts}) starts workers again, but here others start them."
+                    ' Use start_method="fork" or "spawn" without torchrun, or restarts=0.'
+                )
             self._launcher = make_launcher(self)
         else:
-            self._launcher = WorkerLauncher(self, self.start_method)
+            self._launcher = WorkerLauncher(self, self.start_method, self.restarts)
 
     def open_line(self, line: Line) -> None:
         """Called by the launcher in a worker's process, before anything else."""
@@ -177,6 +191,10 @@ class ParameterServerStrategy(MeshStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
+        assert self._line is not None
+        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        if self._line.is_new:
+            trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
 
     def model_to_device(self) -> None:
@@ -192,20 +210,60 @@ class ParameterServerStrategy(MeshStrategy):
         if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
             self._start()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Have the rows of training loaders dealt by the hub."""
+        if self.rows is not None and self._module.trainer.training:
+            self.rows.take(dataloader)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        if self.restarts and (self.rows is None or not self.rows.are_dealt):
+            raise ValueError(
+                f"{type(self).__name__}(restarts={self.restarts}): new workers join where rows are dealt to them, but"
+                " the training loader deals for itself, or evaluations come within epochs. Use one loader with"
+                " Lightning's sampler (use_distributed_sampler=True) and val_check_interval=1.0, or restarts=0."
+            )
+
     def _start(self) -> None:
         """Have servers started with rank 0's weights and optimizer state, and join them."""
         assert self._line is not None
         module, line = self._module, self._line
         plan = self._plan = Plan(self.wishes, self.optimizers, self.world_size, type(self).__name__)
+        if line.is_new:
+            return  # until it is let in
         begins = plan.beginning() if self.global_rank == 0 else None
-        job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
-        bound = gap_bound(self.wishes.consistency)
-        self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
-        worker = plan.join(job, self.global_rank, self.versions, self.timeout.total_seconds())
+        self._job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        worker = self._take_part()
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()
         self.worker = worker
+
+    def _take_part(self, era: int = 0) -> ServerWorker:
+        assert self._line is not None and self._plan is not None and self._job is not None
+        line, bound = self._line, gap_bound(self.wishes.consistency)
+        self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
+        worker = self._plan.join(self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era)
+        if self.rows is not None:
+            worker.before_push = self.rows.note
+        return worker
+
+    def _welcome(self) -> int:
+        """Let new workers in, or be one; the epoch that begins. All go on from one clock."""
+        assert self._line is not None and self._plan is not None
+        trainer, rest = self._module.trainer, self._plan.not_held(self._module)
+        state = None
+        if self.global_rank == 0 and self.worker is not None:
+            state = (self._job, self.worker.era + 1, state_of(trainer, rest))
+        self._job, era, state = first_of(self._meet(JOIN, state), 0)
+        if self._line.is_new:
+            self._line.is_new = False
+            load_state(trainer, state)
+            worker = self._take_part(era)
+            worker.pull()
+            self.worker = worker
+        self._meet("the new workers' first read")
+        return trainer.current_epoch
 
     def teardown(self) -> None:
         failed = self.failed
@@ -220,7 +278,7 @@ class ParameterServerStrategy(MeshStrategy):
             if self.worker is not None:
                 self.worker.close(failed)
         finally:
-            self.worker, self.watch, self._line = None, None, None
+            self.worker, self.watch, self._line, self.rows = None, None, None, None
             if self._external is not None and failed:
                 self._external.close()
                 self._external = None
@@ -239,7 +297,10 @@ class ParameterServerStrategy(MeshStrategy):
         if self.worker is None or self._line is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._line.check()
-        return self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+        result = self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+        if self.rows is not None:
+            self.rows.after_step()
+        return result
 
     def on_validation_start(self) -> None:
         if self.worker is not None:

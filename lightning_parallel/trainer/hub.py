@@ -1,17 +1,17 @@
 """Where workers without a process group meet: one process that knows who is still there.
 
-The one idea: whoever waits for the others says what for and gives a value; once all who are still there wait for the
-same, each is given all values. A worker that dies is not waited for, and that all wait for different things is seen at
-once. The same process starts the run's servers and asks them. Left out: several hosts.
+The one idea: whoever waits for the others says what for and gives a value (``meeting.py``). A worker that dies is not
+waited for, its rows are dealt to the others (``row_deals.py``), and that all wait for different things is seen at once.
+The same process starts the run's servers and asks them. Left out: processes.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
+import queue
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,56 +19,12 @@ from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Hosting, host
 from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.trainer.line import ROWS
+from lightning_parallel.trainer.meeting import Meeting
+from lightning_parallel.trainer.row_deals import Deals
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Meeting:
-    """Who is there, who waits, for what and with which value.
-
-    Args:
-        present: ranks that are awaited.
-
-    Example:
-        >>> meeting = Meeting({0, 1, 2})
-        >>> meeting.arrive(0, "a", "x"), meeting.arrive(2, "a", "z")
-        (None, None)
-        >>> meeting.leave(1)
-        {0: 'x', 2: 'z'}
-        >>> meeting.arrive(0, "b", None), meeting.circle()
-        (None, None)
-        >>> meeting.arrive(2, "c", None), meeting.circle()
-        (None, 'rank 0 waits for b; rank 2 waits for c')
-    """
-
-    present: set[int]
-    waiting: dict[int, tuple[str, Any]] = field(default_factory=dict)
-
-    def arrive(self, rank: int, what: str, value: Any) -> dict[int, Any] | None:
-        """A rank waits; the values of all, if it was the last of them."""
-        self.waiting[rank] = (what, value)
-        return self._take()
-
-    def leave(self, rank: int) -> dict[int, Any] | None:
-        """A rank is gone; the values of all others, if it was what they waited for."""
-        self.present.discard(rank)
-        self.waiting.pop(rank, None)
-        return self._take()
-
-    def _take(self) -> dict[int, Any] | None:
-        if not self.waiting or self.waiting.keys() != self.present or self.circle() is not None:
-            return None
-        values = {rank: self.waiting[rank][1] for rank in sorted(self.waiting)}
-        self.waiting.clear()
-        return values
-
-    def circle(self) -> str | None:
-        """What everybody waits for, where nobody can go on."""
-        if self.waiting.keys() != self.present or len({what for what, _ in self.waiting.values()}) < 2:
-            return None
-        return "; ".join(f"rank {rank} waits for {self.waiting[rank][0]}" for rank in sorted(self.waiting))
 
 
 class Hub:
@@ -77,14 +33,24 @@ class Hub:
     Args:
         lines: the connection to each rank.
         hint: says of a rank whose connection has ended how its process did.
+        restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
 
     Attributes:
         answers: what ranks returned in the end.
         failure: the first failure, as the bytes of a ``Failure``.
     """
 
-    def __init__(self, lines: dict[Connection, int], hint: Callable[[int], str] = lambda rank: "killed") -> None:
-        self.lines, self._hint = dict(lines), hint
+    def __init__(
+        self,
+        lines: dict[Connection, int],
+        hint: Callable[[int], str] = lambda rank: "killed",
+        restart: Callable[[int], Connection | None] = lambda rank: None,
+    ) -> None:
+        self.lines, self._hint, self._restart = dict(lines), hint, restart
+        self.deals, self._numbers = Deals(), dict[int, int]()
+        self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
+        self._unsettled = 0
+        self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
         self.failure: bytes | None = None
@@ -101,8 +67,15 @@ class Hub:
                 self._gone(line, rank)
             else:
                 self._react(line, rank, *message)
+        while not self._settled.empty():
+            self._settle(*self._settled.get())
         if self.failure is None and self.hosting is not None and self.lines and (why := self.hosting.lost):
             self.fail(Failure(None, headline=why).to_bytes())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody is there who is not just about to be let in."""
+        return any(rank not in self.meeting.coming for rank in self.lines.values())
 
     def close(self) -> None:
         """End the servers."""
@@ -115,6 +88,15 @@ class Hub:
         elif kind == "ask":
             assert self.hosting is not None
             self._say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
+        elif kind == "deal":
+            first = rest[0] not in self.deals.members
+            joins = first and self.meeting.coming
+            self._say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
+        elif kind == "more":
+            self._say(rank, "answer", self.deals.more(rank))
+        elif kind == "note":
+            self._numbers[rank] = rest[0]
+            self.deals.note(rank, *rest[1:])
         elif kind is False and rank != 0 and _is_fenced(rest[0]):
             self._leave_behind(line, rank, f"it was silent for longer than its lease{self._lease}")
         elif kind is False:
@@ -138,10 +120,25 @@ class Hub:
         self._leave_behind(line, rank, hint)
 
     def _leave_behind(self, line: Connection, rank: int, why: str) -> None:
+        is_new = rank in self.meeting.coming
         if self.failure is None:
-            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are skipped.")
-        self._retire(rank)
+            dealt = "dealt to them" if self.deals.members else "skipped"
+            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
+        if not is_new:
+            self._retire(rank)
         self._end(line, rank)
+
+    def _settle(self, rank: int, acknowledged: int) -> None:
+        """A worker that died has left the servers: deal what it leaves, and start another in its place."""
+        self._unsettled -= 1
+        self.deals.lost(rank, acknowledged, self.meeting.present)
+        line = self._restart(rank) if self.failure is None and self.deals.members else None
+        if line is not None:
+            self.lines[line] = rank
+            self.meeting.coming.add(rank)
+        if self._held is not None:
+            values, self._held = self._held, None
+            self._met(values, ROWS)
 
     @property
     def _lease(self) -> str:
@@ -149,7 +146,9 @@ class Hub:
 
     def _retire(self, rank: int) -> None:
         if self.hosting is not None:
-            self.hosting.retire(f"worker {rank}")
+            self._unsettled += 1
+            then = lambda acknowledged: self._settled.put((rank, acknowledged))  # noqa: E731
+            self.hosting.retire(f"worker {rank}", self._numbers.pop(rank, None), then)
 
     def _met(self, values: dict[int, Any] | None, what: str) -> None:
         if values is None:
@@ -158,6 +157,11 @@ class Hub:
                 text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
                 self.fail(Failure(None, headline=text).to_bytes())
             return
+        if what == ROWS and self._unsettled:
+            self._held = values
+            return
+        if what == ROWS:
+            values = {rank: pickle.dumps(self.deals.more(rank)) for rank in values}
         if what == SERVE:
             values = self._start(values)
         for rank in values:

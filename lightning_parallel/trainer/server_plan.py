@@ -119,11 +119,11 @@ class Plan:
         ranges = initial_ranges(self.table, self.update, weights, state)
         return Beginning(self.rules, ranges, self.wishes.num_servers, self.num_workers)
 
-    def join(self, job: Job, rank: int, versions: Versions, timeout: float) -> ServerWorker:
+    def join(self, job: Job, rank: int, versions: Versions, timeout: float, era: int = 0) -> ServerWorker:
         """Take part in a job, in which a read may wait so many seconds for the slowest worker."""
         session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
         pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
-        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions)
+        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions, era)
 
     def _rates(self) -> Rates | None:
         if self.wishes.update == "worker":

@@ -66,6 +66,7 @@ class ServerWorker:
         pace: how often it pushes and reads.
         rank: of the worker, for its notes.
         versions: where it notes what it reads and writes.
+        era: how often workers have waited for each other, where it joins a run that is under way.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class ServerWorker:
         pace: Pace,
         rank: int,
         versions: Versions,
+        era: int = 0,
     ) -> None:
         self.session, self.table, self.optimizer, self.rates = session, table, optimizer, rates
         self.pace, self.versions, self._rank = pace, versions, rank
         self.parameters = groups_of(optimizer)  # what the servers hold, by group
         self._held = Held(optimizer, may_freeze=rates is None)
-        self._steps = self._era = 0
+        self.era, self._steps = era, 0
+        self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
         self._strayed = False  # whether steps were made here since the last read
         self._accrued: Tensor | None = None
         self._read: tuple[Result, int, float] | None = None  # the last read, at which clock, how long it took
@@ -171,6 +174,8 @@ class ServerWorker:
         filters = self.session.client.filters
         before = filters.sent if isinstance(filters, CountingFilters) else 0
         lr = self.rates.read() if self.rates is not None else None
+        if self._accrued is None:
+            self.before_push(self.session.client.worker or 0, self.session.client.seq + 1)
         self.session.push(vector, lr=lr, copy=False)
         whole = 0 if vector is None else vector.nbytes
         self._note(filters.sent - before if isinstance(filters, CountingFilters) else whole, whole)
@@ -189,8 +194,8 @@ class ServerWorker:
         if self._accrued is not None:
             self._push(True)
         client = self.session.client
-        self._era += 1
-        client.clock = self._era * ERA - 1
+        self.era += 1
+        client.clock = self.era * ERA - 1
         self.session.push(None)
         self.session.settle()
 
