@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -30,6 +31,7 @@ from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.hub import SERVE
+from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
 from lightning_parallel.trainer.line import JOIN, Line, first_of
 from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.server_plan import Plan, Wishes
@@ -135,6 +137,7 @@ class ParameterServerStrategy(MeshStrategy):
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
         self._job: Job | None = None
+        self._left_behind: list[dict[str, Any]] = []  # by the workers of a checkpoint
         self._undo: Callable[[], None] | None = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -246,6 +249,10 @@ class ParameterServerStrategy(MeshStrategy):
         worker = self._plan.join(self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era)
         if self.rows is not None:
             worker.before_push = self.rows.note
+        filters = worker.session.client.filters
+        if filters is not None and self._left_behind and not line.is_new:
+            scale, table = self.wishes.scale, self._plan.table
+            take_up(filters, table, self._left_behind, self.global_rank, self.world_size, scale)
         return worker
 
     def _welcome(self) -> int:
@@ -257,9 +264,9 @@ class ParameterServerStrategy(MeshStrategy):
             state = (self._job, self.worker.era + 1, state_of(trainer, rest))
         self._job, era, state = first_of(self._meet(JOIN, state), 0)
         if self._line.is_new:
-            self._line.is_new = False
             load_state(trainer, state)
             worker = self._take_part(era)
+            self._line.is_new = False
             worker.pull()
             self.worker = worker
         self._meet("the new workers' first read")
@@ -336,6 +343,20 @@ class ParameterServerStrategy(MeshStrategy):
         copies = self._line.ask("copies") if self.global_rank == 0 else None
         self._meet("the optimizer's state, read")
         return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write what Lightning dumped, and what every worker's filters left behind; every worker calls it."""
+        if self.worker is not None and "optimizer_states" in checkpoint:
+            filters = self.worker.session.client.filters
+            own = None if filters is None else left_behind(filters, self.worker.table)
+            if own is not None:
+                checkpoint[KEY] = {"left_behind": self.everyone(own)}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._left_behind = checkpoint.get(KEY, {}).get("left_behind", [])
+        return checkpoint
 
     # -- what Lightning means by collectives ---------------------------------------------------------------------------
 
