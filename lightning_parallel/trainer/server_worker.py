@@ -26,6 +26,7 @@ from lightning_parallel.server.messages import Coded
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
+from lightning_parallel.trainer.staging import Staging
 from lightning_parallel.trainer.versions import Versions
 
 ERA = 1 << 32
@@ -83,6 +84,8 @@ class ServerWorker:
         self.session, self.table, self.optimizer, self.rates = session, table, optimizer, rates
         self.pace, self.versions, self._rank = pace, versions, rank
         self.parameters = groups_of(optimizer)  # what the servers hold, by group
+        self.staging = Staging(table, next((p.device for group in self.parameters for p in group), torch.device("cpu")))
+        session.client.memory = self.staging.memory
         self._held = Held(optimizer, may_freeze=rates is None)
         self.era, self._steps = era, 0
         self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
@@ -95,7 +98,7 @@ class ServerWorker:
         began = time.perf_counter()
         result = self.session.pull()
         self._read = (result, self.session.client.clock or 0, time.perf_counter() - began)
-        self.table.copy_into(result.vector, self.parameters)
+        self.staging.into(result.vector, self.parameters)
         self._strayed = False
 
     @property
@@ -137,7 +140,7 @@ class ServerWorker:
                 loss = None if closure is None else closure()
             gradients = [[parameter.grad for parameter in group] for group in self.parameters]
             if any(gradient is not None for group in gradients for gradient in group):
-                found.append(self.table.pack(gradients))
+                found.append(self.staging.out(self.staging.pack(gradients)))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
             return loss
 
@@ -147,7 +150,7 @@ class ServerWorker:
 
     def _change_of(self, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
         """Run a step with the optimizer here; what it changed."""
-        before = self.table.pack(self.parameters)
+        before = self.staging.pack(self.parameters)
         called: list[bool] = []
         own = self.optimizer.step
 
@@ -157,7 +160,7 @@ class ServerWorker:
 
         with _replaced(self.optimizer, note):
             value = run()
-        return value, self.table.pack(self.parameters).sub_(before) if called else None
+        return value, self.staging.out(self.staging.pack(self.parameters).sub_(before)) if called else None
 
     @torch.no_grad()
     def _step_here(self, gradient: Tensor) -> None:
