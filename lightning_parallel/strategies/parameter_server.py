@@ -8,6 +8,8 @@ others at the hub (`Line`) where an epoch, an evaluation or a checkpoint needs a
 from __future__ import annotations
 
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
+from lightning_parallel.server.island import Island
 from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
@@ -80,6 +83,8 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: "async" and "downpour": steps from read to read; in between a worker follows its own gradients.
         scale: "mean" divides pushes by the number of workers, "sum" does not.
         lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
+        island_size: ranks, one behind the other, that step together as under DistributedDataParallel and are one worker
+            to the servers; staleness is between islands.
         restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start.
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
         **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
@@ -109,6 +114,7 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: int = 1,
         scale: Literal["mean", "sum"] = "mean",
         lease: float = 10.0,
+        island_size: int = 1,
         restarts: int = 0,
         start_method: StartMethod = "fork",
         **kwargs: Any,
@@ -123,13 +129,20 @@ class ParameterServerStrategy(MeshStrategy):
             update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
             restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
+            island_size=(island_size, is_count(island_size, 1), "a count, 1 or more"),
             **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
         )
         rule = rule_of(consistency, staleness)
         self.wishes = Wishes(
             rule, num_servers, replication, update, tuple(filters or ()), n_push, n_fetch, scale, lease
         )  # fmt: skip
-        self.restarts = restarts
+        if restarts and island_size > 1:
+            raise ValueError(
+                f"{type(self).__name__}(restarts={restarts}, island_size={island_size}): an island ends when a member"
+                " dies, and none begins in a run. Use restarts=0, or island_size=1."
+            )
+        self.restarts, self.island_size = restarts, island_size
+        self.island: Island | None = None
         self.worker: ServerWorker | None = None
         self.rows: DealtRows | None = None
         self.versions: Versions | None = None
@@ -141,6 +154,11 @@ class ParameterServerStrategy(MeshStrategy):
         self._undo: Callable[[], None] | None = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_islands(self) -> int:
+        """Workers that the servers see."""
+        return self.world_size // self.island_size
 
     def axes(self) -> Mapping[str, int]:
         return {"data": self.world_size}
@@ -170,7 +188,7 @@ class ParameterServerStrategy(MeshStrategy):
                 )
             self._launcher = make_launcher(self)
         else:
-            self._launcher = WorkerLauncher(self, self.start_method, self.restarts)
+            self._launcher = WorkerLauncher(self, self.start_method, self.restarts, self.island_size)
 
     def open_line(self, line: Line) -> None:
         """Called by the launcher in a worker's process, before anything else."""
@@ -179,13 +197,20 @@ class ParameterServerStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         if self.num_nodes > 1:
             raise ValueError(f"{type(self).__name__} runs on one host, got num_nodes={self.num_nodes}.")
+        if self.num_processes % self.island_size:
+            raise ValueError(
+                f"{type(self).__name__}(island_size={self.island_size}) got {self.num_processes} devices, which are no"
+                f" whole number of islands. Use a multiple of {self.island_size}."
+            )
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
         if self._line is None:
             assert self.cluster_environment is not None
             if self._external is not None:
                 self._external.close()
-            self._external = ExternalHub(self.global_rank, self.world_size, self.cluster_environment.main_port)
+            self._external = ExternalHub(
+                self.global_rank, self.world_size, self.cluster_environment.main_port, island_size=self.island_size
+            )
             self._line = self._external.line
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
@@ -195,7 +220,8 @@ class ParameterServerStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
         assert self._line is not None
-        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        if self.island_size == 1:
+            self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
@@ -231,11 +257,13 @@ class ParameterServerStrategy(MeshStrategy):
         """Have servers started with rank 0's weights and optimizer state, and join them."""
         assert self._line is not None
         module, line = self._module, self._line
-        plan = self._plan = Plan(self.wishes, self.optimizers, self.world_size, type(self).__name__)
+        plan = self._plan = Plan(self.wishes, self.optimizers, self.num_islands, type(self).__name__)
         if line.is_new:
             return  # until it is let in
         begins = plan.beginning() if self.global_rank == 0 else None
         self._job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        if self.island_size > 1:
+            self.island = self._found_island()
         worker = self._take_part()
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
@@ -245,15 +273,29 @@ class ParameterServerStrategy(MeshStrategy):
     def _take_part(self, era: int = 0) -> ServerWorker:
         assert self._line is not None and self._plan is not None and self._job is not None
         line, bound = self._line, gap_bound(self.wishes.consistency)
-        self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
-        worker = self._plan.join(self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era)
+        self.versions = Versions(self.num_islands, bound, lambda since: line.ask("order", since), self.everyone)
+        worker = self._plan.join(
+            self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era, self.island
+        )
         if self.rows is not None:
             worker.before_push = self.rows.note
         filters = worker.session.client.filters
         if filters is not None and self._left_behind and not line.is_new:
-            scale, table = self.wishes.scale, self._plan.table
-            take_up(filters, table, self._left_behind, self.global_rank, self.world_size, scale)
+            own = self.global_rank // self.island_size
+            take_up(filters, self._plan.table, self._left_behind, own, self.num_islands, self.wishes.scale)
         return worker
+
+    def _found_island(self) -> Island:
+        """Meet the other members of this worker's island, by a file that its first member names."""
+        assert self._line is not None
+        first, place = self.global_rank - self.global_rank % self.island_size, self.global_rank % self.island_size
+        path = tempfile.mkdtemp(prefix="island-") + "/store" if not place else None
+        path = self._line.meet("the islands", path)[first]
+        island = Island(path, place, self.island_size, self.root_device, self.timeout)
+        self._line.meet("the islands, connected")
+        if not place:
+            shutil.rmtree(Path(path).parent)
+        return island
 
     def _welcome(self) -> int:
         """Let new workers in, or be one; the epoch that begins. All go on from one clock."""
@@ -285,7 +327,7 @@ class ParameterServerStrategy(MeshStrategy):
             if self.worker is not None:
                 self.worker.close(failed)
         finally:
-            self.worker, self.watch, self._line, self.rows = None, None, None, None
+            self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
             if self._external is not None and failed:
                 self._external.close()
                 self._external = None
@@ -304,10 +346,24 @@ class ParameterServerStrategy(MeshStrategy):
         if self.worker is None or self._line is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._line.check()
+        closure = self._averaging(closure)
         result = self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
         if self.rows is not None:
             self.rows.after_step()
         return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Lightning's closure, after which gradients are the island's: before they are clipped, as under DDP."""
+        island, worker = self.island, self.worker
+        if island is None or worker is None:
+            return closure
+
+        def run() -> Any:
+            value = closure()
+            island.average([parameter for group in worker.parameters for parameter in group])
+            return value
+
+        return run
 
     def on_validation_start(self) -> None:
         if self.worker is not None:
@@ -349,8 +405,8 @@ class ParameterServerStrategy(MeshStrategy):
         if self.worker is not None and "optimizer_states" in checkpoint:
             filters = self.worker.session.client.filters
             own = None if filters is None else left_behind(filters, self.worker.table)
-            if own is not None:
-                checkpoint[KEY] = {"left_behind": self.everyone(own)}
+            if self.wishes.filters:
+                checkpoint[KEY] = {"left_behind": [other for other in self.everyone(own) if other is not None]}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

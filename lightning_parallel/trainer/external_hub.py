@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from lightning_parallel.failure.party import lost
 from lightning_parallel.trainer.hub import Hub
@@ -34,16 +35,17 @@ class ExternalHub:
         world_size: workers.
         port: a number that the ranks of this launch share, and no other launch of this host.
         timeout: seconds for all to come.
+        island_size: workers that end together.
 
     Raises:
         TimeoutError: the hub is not there in time.
     """
 
-    def __init__(self, rank: int, world_size: int, port: int, timeout: float = 120.0) -> None:
+    def __init__(self, rank: int, world_size: int, port: int, timeout: float = 120.0, island_size: int = 1) -> None:
         _runs[port] = _runs.get(port, 0) + 1
         path = _folder() / f"{port}-{_runs[port]}"
         if rank == 0:
-            _start(path, world_size, timeout)
+            _start(path, world_size, timeout, island_size)
         self.line = Line(_connect(path, rank, timeout), rank, reports=True)
         _open.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
@@ -68,20 +70,20 @@ def _folder() -> Path:
     return folder
 
 
-def _start(path: Path, world_size: int, timeout: float) -> None:
+def _start(path: Path, *arguments: Any) -> None:
     """Fork the hub as a child of nobody, since no rank shall wait for it: it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, world_size, timeout))
+    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, *arguments))
     process.start()
     process.join()
 
 
-def _detach(path: Path, world_size: int, timeout: float) -> None:
+def _detach(path: Path, *arguments: Any) -> None:
     if os.fork() == 0:
         for connection in _open:  # of this rank's earlier runs, whose ends would not be seen
             connection.close()
         try:
-            _serve(path, world_size, timeout)
+            _serve(path, *arguments)
         finally:
             path.unlink(missing_ok=True)
             os._exit(0)
@@ -101,7 +103,7 @@ def _connect(path: Path, rank: int, timeout: float) -> Connection:
             return connection
 
 
-def _serve(path: Path, world_size: int, timeout: float) -> None:
+def _serve(path: Path, world_size: int, timeout: float, island_size: int) -> None:
     """What the hub's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines: dict[Connection, int] = {}
@@ -113,7 +115,7 @@ def _serve(path: Path, world_size: int, timeout: float) -> None:
             rank, processes[rank] = pickle.loads(line.recv_bytes())
             lines[line] = rank
     signal.alarm(0)
-    hub = Hub(lines)
+    hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]))
     try:
         _run(hub, processes)
     finally:
@@ -128,5 +130,9 @@ def _run(hub: Hub, processes: dict[int, int]) -> None:
             deadline = min(deadline, time.monotonic() + _PATIENCE_S)
     for rank in hub.lines.values():  # a failure that they were not told of, since they wait for something else
         hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
-        with suppress(ProcessLookupError):
-            os.kill(processes[rank], signal.SIGKILL)
+        _kill(processes[rank])
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)

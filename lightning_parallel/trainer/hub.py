@@ -18,6 +18,7 @@ from typing import Any
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Hosting, host
+from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.trainer.line import ROWS
 from lightning_parallel.trainer.meeting import Meeting
@@ -34,6 +35,8 @@ class Hub:
         lines: the connection to each rank.
         hint: says of a rank whose connection has ended how its process did.
         restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
+        island_size: ranks that end together, one behind the other.
+        kill: ends the process of a rank.
 
     Attributes:
         answers: what ranks returned in the end.
@@ -45,8 +48,11 @@ class Hub:
         lines: dict[Connection, int],
         hint: Callable[[int], str] = lambda rank: "killed",
         restart: Callable[[int], Connection | None] = lambda rank: None,
+        island_size: int = 1,
+        kill: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.lines, self._hint, self._restart = dict(lines), hint, restart
+        self._island_size, self._kill = island_size, kill
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
@@ -97,8 +103,8 @@ class Hub:
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
-        elif kind is False and rank != 0 and _is_fenced(rest[0]):
-            self._leave_behind(line, rank, f"it was silent for longer than its lease{self._lease}")
+        elif kind is False and 0 not in self._island(rank) and (why := self._excused(rest[0])):
+            self._leave_behind(line, rank, why)
         elif kind is False:
             self._end(line, rank)
             self.fail(rest[0])
@@ -113,9 +119,9 @@ class Hub:
         self._met(self.meeting.leave(rank), what)
 
     def _gone(self, line: Connection, rank: int) -> None:
-        """A rank died. The others go on, but for rank 0, which has what the run is to return."""
+        """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
         hint = self._hint(rank)
-        if self.failure is None and (rank == 0 or self.hosting is None):
+        if self.failure is None and (0 in self._island(rank) or self.hosting is None):
             self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
         self._leave_behind(line, rank, hint)
 
@@ -127,6 +133,22 @@ class Hub:
         if not is_new:
             self._retire(rank)
         self._end(line, rank)
+        for other, mate in list(self.lines.items()):
+            if self.failure is None and mate in self._island(rank):
+                self._kill(mate)
+                self._leave_behind(other, mate, f"rank {rank} of its island is")
+
+    def _island(self, rank: int) -> range:
+        first = rank - rank % self._island_size
+        return range(first, first + self._island_size)
+
+    def _excused(self, failure: bytes) -> str:
+        """Why the others go on without a worker that says it failed; empty if they do not."""
+        error = Failure.from_bytes(failure).error
+        errors = (error, getattr(error, "__cause__", None))
+        if any(isinstance(one, LeaseLostError) for one in errors):
+            return f"it was silent for longer than its lease{self._lease}"
+        return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
 
     def _settle(self, rank: int, acknowledged: int) -> None:
         """A worker that died has left the servers: deal what it leaves, and start another in its place."""
@@ -145,7 +167,7 @@ class Hub:
         return "" if self.hosting is None else f" of {self.hosting.job.rules.lease} s"
 
     def _retire(self, rank: int) -> None:
-        if self.hosting is not None:
+        if self.hosting is not None and rank == self._island(rank)[0]:
             self._unsettled += 1
             then = lambda acknowledged: self._settled.put((rank, acknowledged))  # noqa: E731
             self.hosting.retire(f"worker {rank}", self._numbers.pop(rank, None), then)
@@ -189,9 +211,3 @@ class Hub:
 
     def _of(self, rank: int) -> Iterable[Connection]:
         return [line for line, other in self.lines.items() if other == rank]
-
-
-def _is_fenced(failure: bytes) -> bool:
-    """Whether a worker failed since servers count it for gone: it was stopped, and goes on now."""
-    error = Failure.from_bytes(failure).error
-    return isinstance(error, LeaseLostError) or isinstance(getattr(error, "__cause__", None), LeaseLostError)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_parallel.measure.staleness import Access
 from lightning_parallel.server.filters import Filters
 from lightning_parallel.server.from_torch import Held, Rates, groups_of
+from lightning_parallel.server.island import Follower, Island
 from lightning_parallel.server.messages import Coded
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import Table
@@ -68,11 +69,12 @@ class ServerWorker:
         rank: of the worker, for its notes.
         versions: where it notes what it reads and writes.
         era: how often workers have waited for each other, where it joins a run that is under way.
+        island: that it reads for, too.
     """
 
     def __init__(
         self,
-        session: Session,
+        session: Session | Follower,
         table: Table,
         optimizer: Optimizer,
         rates: Rates | None,
@@ -80,6 +82,7 @@ class ServerWorker:
         rank: int,
         versions: Versions,
         era: int = 0,
+        island: Island | None = None,
     ) -> None:
         self.session, self.table, self.optimizer, self.rates = session, table, optimizer, rates
         self.pace, self.versions, self._rank = pace, versions, rank
@@ -87,7 +90,7 @@ class ServerWorker:
         self.staging = Staging(table, next((p.device for group in self.parameters for p in group), torch.device("cpu")))
         session.client.memory = self.staging.memory
         self._held = Held(optimizer, may_freeze=rates is None)
-        self.era, self._steps = era, 0
+        self.era, self._steps, self._island = era, 0, island
         self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
         self._strayed = False  # whether steps were made here since the last read
         self._accrued: Tensor | None = None
@@ -97,6 +100,8 @@ class ServerWorker:
         """Read the weights into the parameters, as fresh as the rule wants them."""
         began = time.perf_counter()
         result = self.session.pull()
+        if self._island is not None:
+            self._island.tell(result.vector)
         self._read = (result, self.session.client.clock or 0, time.perf_counter() - began)
         self.staging.into(result.vector, self.parameters)
         self._strayed = False
@@ -187,10 +192,12 @@ class ServerWorker:
         assert self._read is not None
         result, clock, seconds = self._read
         client = self.session.client
+        if client.worker is None:
+            return  # the first of its island does
         access = Access(
             self._rank, clock % ERA, clock - result.minimum, 0, None, seconds, sent, whole, result.vector.nbytes
         )  # fmt: skip
-        self.versions.note(access, result.seqs, client.worker or 0, client.seq)
+        self.versions.note(access, result.seqs, client.worker, client.seq)
 
     def pause(self) -> None:
         """Before waiting for all others: send what is left, and be ahead of everybody, with all replicas."""

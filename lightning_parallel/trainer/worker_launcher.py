@@ -7,6 +7,7 @@ is raised here; a worker that is killed is left behind, or another is started in
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -28,26 +29,29 @@ class WorkerLauncher(ProcessLauncher):
         strategy: its ``open_line`` (in a worker) is given the worker's end of a line.
         start_method: "fork" or "spawn".
         restarts: how many workers that were killed are started again, in all.
+        island_size: workers that end together.
     """
 
-    def __init__(self, strategy: Any, start_method: Any, restarts: int = 0) -> None:
+    def __init__(self, strategy: Any, start_method: Any, restarts: int = 0, island_size: int = 1) -> None:
         super().__init__(strategy, start_method)
-        self._restarts = restarts
+        self._restarts, self._island_size = restarts, island_size
 
     def _start(self, job: tuple) -> RankProcesses:
-        workers = _Workers(self._start_method, self._strategy.num_processes, _worker_main, job)
-        workers.restarts = self._restarts
-        return workers
+        count = self._strategy.num_processes
+        return _Workers(self._start_method, count, _worker_main, job, self._restarts, self._island_size)
 
 
 class _Workers(RankProcesses):
     """The workers' processes, and the hub that they meet at."""
 
-    duplex, restarts = True, 0
+    duplex = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.hub = Hub(self._pipes, self._hint, self._restart)
+    def __init__(
+        self, start_method: str, count: int, main: Callable[..., None], job: tuple, restarts: int, island_size: int
+    ) -> None:
+        super().__init__(start_method, count, main, job)
+        self.restarts = restarts
+        self.hub = Hub(self._pipes, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill())
 
     def _restart(self, rank: int) -> Connection | None:
         """A new process for a rank whose last one died, while any may be started."""
