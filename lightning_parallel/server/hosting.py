@@ -25,6 +25,7 @@ import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.client import Client
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.launcher import Job, Launch, launch
 from lightning_parallel.server.messages import Copy, Entry
@@ -68,6 +69,9 @@ class Hosting:
     started: Launch
     _lines: dict[str, Connection] = field(default_factory=dict)
     _asking: threading.Lock = field(default_factory=threading.Lock)
+    _retiring: list[threading.Thread] = field(default_factory=list)
+    _successors: list[Client] = field(default_factory=list)  # of workers that died
+    _is_over: bool = False
 
     @property
     def job(self) -> Job:
@@ -113,12 +117,22 @@ class Hosting:
             then: called in a thread with the last of its pushes that is, and all before it are, in all ranges.
         """
         arguments = (worker, number, then or (lambda acknowledged: None))
-        threading.Thread(target=self._retire, args=arguments, name=f"retire {worker}", daemon=True).start()
+        thread = threading.Thread(target=self._retire, args=arguments, name=f"retire {worker}", daemon=True)
+        self._retiring.append(thread)
+        thread.start()
 
     def _retire(self, worker: str, number: int | None, then: Callable[[int], None]) -> None:
         acknowledged = 0
         with suppress(Exception):  # the run ends just now, or the lease is faster
-            self.job.join(worker, timeout=self.job.rules.lease).start().close()
+            session = self.job.join(worker, timeout=self.job.rules.lease)
+            self._successors.append(session.client)
+            session.client.lost = self._is_over
+            try:
+                session.start()
+            except Exception:
+                session.node.close()
+                raise
+            session.close()
             acknowledged = 0 if number is None else self._came_to(number)
         then(acknowledged)
 
@@ -148,6 +162,11 @@ class Hosting:
 
     def close(self) -> None:
         """End all processes."""
+        self._is_over = True
+        for client in self._successors:
+            client.lost = True
+        for thread in self._retiring:
+            thread.join(_ANSWER_S)
         for line in self._lines.values():
             line.close()
         self.started.__exit__()
