@@ -12,6 +12,7 @@ import multiprocessing
 import pickle
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from lightning_parallel.server.messages import Copy, Entry
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 
 _KEPT = 1 << 18  # pushes whose order is remembered
@@ -172,10 +174,17 @@ class Hosting:
         self.started.__exit__()
 
 
-def host(beginning: Beginning) -> Hosting:
-    """Start a manager, and servers that hold the given ranges."""
+def host(beginning: Beginning, address: str = "", keys: Keys | None = None) -> Hosting:
+    """Start a manager, and servers that hold the given ranges.
+
+    Args:
+        beginning: of the job.
+        address: ``""`` if workers are on this host, else that by which others reach it.
+        keys: of a job whose workers are on several hosts.
+    """
     rules, count = beginning.rules, beginning.num_servers
-    hosting = Hosting(launch(rules, count, beginning.num_workers, colocated=True))
+    port = _free_port(address) if address else 0
+    hosting = Hosting(launch(rules, count, beginning.num_workers, address, port, colocated=True, keys=keys))
     addresses = [f"s{index}.{secrets.token_hex(4)}" for index in range(count)]
     ring = Ring(addresses)
     for address in addresses:
@@ -188,6 +197,12 @@ def host(beginning: Beginning) -> Hosting:
         hosting.started.processes[address] = process
         hosting._lines[address] = ours
     return hosting
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        return int(taken.getsockname()[1])
 
 
 def _entries(seen: Seen) -> int:

@@ -33,6 +33,7 @@ from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
+from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
 from lightning_parallel.trainer.line import JOIN, Line, first_of
@@ -50,6 +51,7 @@ from lightning_parallel.trainer.versions import Versions
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import ClusterEnvironment
     from lightning.pytorch.strategies.strategy import TBroadcast
 
 # Hooks within a step, in which no worker waits for another.
@@ -150,6 +152,7 @@ class ParameterServerStrategy(MeshStrategy):
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
         self._job: Job | None = None
+        self._hosts: Hosts | None = None
         self._left_behind: list[dict[str, Any]] = []  # by the workers of a checkpoint
         self._undo: Callable[[], None] | None = None
 
@@ -195,8 +198,11 @@ class ParameterServerStrategy(MeshStrategy):
         self._line = line
 
     def setup_environment(self) -> None:
-        if self.num_nodes > 1:
-            raise ValueError(f"{type(self).__name__} runs on one host, got num_nodes={self.num_nodes}.")
+        if self.num_nodes > 1 and self._line is not None:
+            raise ValueError(
+                f"{type(self).__name__}(start_method={self.start_method!r}) starts workers of one host, got"
+                f' num_nodes={self.num_nodes}. Use torchrun or SLURM, or start_method="popen".'
+            )
         if self.num_processes % self.island_size:
             raise ValueError(
                 f"{type(self).__name__}(island_size={self.island_size}) got {self.num_processes} devices, which are no"
@@ -208,14 +214,19 @@ class ParameterServerStrategy(MeshStrategy):
             assert self.cluster_environment is not None
             if self._external is not None:
                 self._external.close()
-            self._external = ExternalHub(
-                self.global_rank, self.world_size, self.cluster_environment.main_port, island_size=self.island_size
-            )
+            self._external = self._external_hub(self.cluster_environment)
             self._line = self._external.line
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):
             launcher.joined(self.watch)
+
+    def _external_hub(self, environment: ClusterEnvironment) -> ExternalHub:
+        rank, world, port = self.global_rank, self.world_size, environment.main_port
+        if self.num_nodes > 1:
+            self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
+        near = self.node_rank == 0
+        return ExternalHub(rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near)
 
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
@@ -262,6 +273,8 @@ class ParameterServerStrategy(MeshStrategy):
             return  # until it is let in
         begins = plan.beginning() if self.global_rank == 0 else None
         self._job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        if self._hosts is not None:
+            self._job = self._hosts.place(self._job, line.connection)
         if self.island_size > 1:
             self.island = self._found_island()
         worker = self._take_part()

@@ -12,14 +12,18 @@ import pickle
 import queue
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Hosting, host
 from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.line import ROWS
 from lightning_parallel.trainer.meeting import Meeting
 from lightning_parallel.trainer.row_deals import Deals
@@ -37,6 +41,7 @@ class Hub:
         restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
         island_size: ranks that end together, one behind the other.
         kill: ends the process of a rank.
+        hosts: where there are several, how they reach this one.
 
     Attributes:
         answers: what ranks returned in the end.
@@ -50,9 +55,10 @@ class Hub:
         restart: Callable[[int], Connection | None] = lambda rank: None,
         island_size: int = 1,
         kill: Callable[[int], None] = lambda rank: None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.lines, self._hint, self._restart = dict(lines), hint, restart
-        self._island_size, self._kill = island_size, kill
+        self._island_size, self._kill, self._hosts = island_size, kill, hosts
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
@@ -148,6 +154,8 @@ class Hub:
         errors = (error, getattr(error, "__cause__", None))
         if any(isinstance(one, LeaseLostError) for one in errors):
             return f"it was silent for longer than its lease{self._lease}"
+        if any(isinstance(one, SIGTERMException) for one in errors):
+            return "it was told to end, by SIGTERM"
         return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
 
     def _settle(self, rank: int, acknowledged: int) -> None:
@@ -191,11 +199,12 @@ class Hub:
 
     def _start(self, values: dict[int, Any]) -> dict[int, Any]:
         try:
-            self.hosting = host(pickle.loads(values[0]))
+            begins, hosts = pickle.loads(values[0]), self._hosts
+            self.hosting = host(begins) if hosts is None else host(begins, hosts.address, hosts.keys)
         except Exception as error:
             self.fail(Failure(0, where="the start of the servers", error=error).to_bytes())
             return {}
-        return dict.fromkeys(values, pickle.dumps(self.hosting.job))
+        return dict.fromkeys(values, pickle.dumps(replace(self.hosting.job, keys=None)))
 
     def fail(self, failure: bytes) -> None:
         """Tell everybody of the first failure of the run."""
