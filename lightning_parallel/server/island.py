@@ -49,6 +49,7 @@ class Island:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), place, size, options)
+            self._device.allreduce([torch.zeros(1, device=device)]).wait()  # the store is needed no more
 
     @property
     def leads(self) -> bool:

@@ -1,8 +1,8 @@
 """`ParameterServerStrategy`: weights and optimizer on servers, workers that wait for each other as little as wanted.
 
 The one idea: no default process group, since with one Lightning waits for rank 0 before every batch. A worker meets the
-others at the hub (`Line`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to servers alone
-(`ServerWorker`). Left out: several hosts.
+others at the hub (`MeetingStrategy`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to
+servers alone (`ServerWorker`). Left out: servers on other hosts than rank 0's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -29,40 +28,32 @@ from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.updates import Update
 from lightning_parallel.strategies.arguments import is_count, refuse_arguments
-from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
+from lightning_parallel.strategies.meeting import MeetingStrategy
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
-from lightning_parallel.trainer.line import JOIN, Line, first_of
+from lightning_parallel.trainer.line import JOIN, first_of
 from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
     Gather,
     average_into,
-    combined,
     connect_metrics,
     running_statistics,
 )
 from lightning_parallel.trainer.versions import Versions
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import ClusterEnvironment
-    from lightning.pytorch.strategies.strategy import TBroadcast
-
-# Hooks within a step, in which no worker waits for another.
-_IN_STEP = {
-    "training_step", "optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step",
-    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device",
-}  # fmt: skip
 
 
-class ParameterServerStrategy(MeshStrategy):
+class ParameterServerStrategy(MeetingStrategy):
     """Data parallelism through parameter servers, synchronous or as stale as wanted.
 
     Every worker trains on its own rows, pushes its gradients to the servers and reads weights back. The servers make
@@ -148,7 +139,6 @@ class ParameterServerStrategy(MeshStrategy):
         self.worker: ServerWorker | None = None
         self.rows: DealtRows | None = None
         self.versions: Versions | None = None
-        self._line: Line | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
         self._job: Job | None = None
@@ -162,19 +152,6 @@ class ParameterServerStrategy(MeshStrategy):
     def num_islands(self) -> int:
         """Workers that the servers see."""
         return self.world_size // self.island_size
-
-    def axes(self) -> Mapping[str, int]:
-        return {"data": self.world_size}
-
-    def axis_size(self, axis: str) -> int:
-        return self.world_size if axis == "data" else 1
-
-    def axis_rank(self, axis: str) -> int:
-        return self.global_rank if axis == "data" else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.world_size > 1
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -192,10 +169,6 @@ class ParameterServerStrategy(MeshStrategy):
             self._launcher = make_launcher(self)
         else:
             self._launcher = WorkerLauncher(self, self.start_method, self.restarts, self.island_size)
-
-    def open_line(self, line: Line) -> None:
-        """Called by the launcher in a worker's process, before anything else."""
-        self._line = line
 
     def setup_environment(self) -> None:
         if self.num_nodes > 1 and self._line is not None:
@@ -352,6 +325,10 @@ class ParameterServerStrategy(MeshStrategy):
             optimizer = self.worker.optimizer
             optimizer.load_state_dict(self.optimizer_state(optimizer))
 
+    def _step_aside(self) -> None:
+        if self.worker is not None:
+            self.worker.pause()
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -426,50 +403,3 @@ class ParameterServerStrategy(MeshStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._left_behind = checkpoint.get(KEY, {}).get("left_behind", [])
         return checkpoint
-
-    # -- what Lightning means by collectives ---------------------------------------------------------------------------
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _in_step(self) -> bool:
-        return getattr(self._module, "_current_fx_name", None) in _IN_STEP
-
-    def _meet(self, what: str, value: Any = None) -> dict[int, Any]:
-        """Wait for all workers that are still there, after having gone out of everybody's way."""
-        assert self._line is not None
-        if self.worker is not None:
-            self.worker.pause()
-        return self._line.meet(what, value)
-
-    def everyone(self, value: Any) -> list[Any]:
-        """The values of all workers that are still there, in the order of ranks; every worker calls it."""
-        return [value] if self._line is None else list(self._meet("values of all", value).values())
-
-    def all_gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, of any shapes."""
-        return [other.to(tensor.device) for other in self.everyone(tensor.detach().cpu())]
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Give every worker the object of rank `src`."""
-        if self._line is None:
-            return obj
-        return first_of(self._meet(f"an object of rank {src}", obj if self.global_rank == src else None), src)
-
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over workers; in a step it is the worker's own value, since there nobody waits."""
-        if not isinstance(tensor, Tensor) or self._line is None or self._in_step:
-            return tensor
-        return combined(self.all_gathered(tensor), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over workers, waiting for all of them even in a step; gradients stay with their worker."""
-        return tensor if self.world_size == 1 else torch.stack(self.all_gathered(tensor))
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) workers say yes; all stop at one clock."""
-        votes = self.everyone(decision)
-        return min(votes) if all else max(votes)
