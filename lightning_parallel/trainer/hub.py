@@ -96,7 +96,7 @@ class Hub:
 
     def _react(self, line: Connection, rank: int, kind: Any, *rest: Any) -> None:
         if kind == "meet":
-            self._met(self.meeting.arrive(rank, *rest), rest[0])
+            self._met(self.meeting.arrive(rank, *rest))
         elif kind == "ask":
             assert self.hosting is not None
             self._say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
@@ -121,8 +121,7 @@ class Hub:
 
     def _end(self, line: Connection, rank: int) -> None:
         del self.lines[line]
-        what = next((what for what, _ in self.meeting.waiting.values()), "")
-        self._met(self.meeting.leave(rank), what)
+        self._met(self.meeting.leave(rank))
 
     def _gone(self, line: Connection, rank: int) -> None:
         """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
@@ -168,7 +167,7 @@ class Hub:
             self.meeting.coming.add(rank)
         if self._held is not None:
             values, self._held = self._held, None
-            self._met(values, ROWS)
+            self._answer(values, ROWS)
 
     @property
     def _lease(self) -> str:
@@ -180,13 +179,14 @@ class Hub:
             then = lambda acknowledged: self._settled.put((rank, acknowledged))  # noqa: E731
             self.hosting.retire(f"worker {rank}", self._numbers.pop(rank, None), then)
 
-    def _met(self, values: dict[int, Any] | None, what: str) -> None:
-        if values is None:
-            circle = self.meeting.circle()
-            if circle is not None:
-                text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
-                self.fail(Failure(None, headline=text).to_bytes())
-            return
+    def _met(self, values: dict[int, Any] | None) -> None:
+        if values is not None:
+            self._answer(values, self.meeting.met)
+        elif (circle := self.meeting.circle()) is not None:
+            text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
+            self.fail(Failure(None, headline=text).to_bytes())
+
+    def _answer(self, values: dict[int, Any], what: str) -> None:
         if what == ROWS and self._unsettled:
             self._held = values
             return

@@ -1,8 +1,8 @@
 """Who of a run is there, who waits, and for what.
 
 The one idea: whoever waits for the others says what for and gives a value; once all who are still there wait for the
-same, each is given all values. Whoever begins late is waited for where new ones are let in, and nowhere before. Left
-out: connections (``hub.py``).
+same, each is given all values. Whoever begins late is waited for where new ones are let in, and nowhere before. Rows of
+the dead are not waited for by those who have ended their epoch otherwise. Left out: connections (``hub.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_parallel.trainer.line import JOIN
+from lightning_parallel.trainer.line import JOIN, ROWS
 
 
 @dataclass
@@ -30,11 +30,15 @@ class Meeting:
         (None, None)
         >>> meeting.arrive(2, "c", None), meeting.circle()
         (None, 'rank 0 waits for b; rank 2 waits for c')
+
+    Attributes:
+        met: what was waited for by those whose values were given last.
     """
 
     present: set[int]
     waiting: dict[int, tuple[str, Any]] = field(default_factory=dict)
     coming: set[int] = field(default_factory=set)  # are to be let in
+    met: str = ""
     come: dict[int, Any] = field(default_factory=dict)  # of those, who is there; their values
 
     def arrive(self, rank: int, what: str, value: Any) -> dict[int, Any] | None:
@@ -54,16 +58,18 @@ class Meeting:
         return self._take()
 
     def _take(self) -> dict[int, Any] | None:
-        if not self.waiting or self.waiting.keys() != self.present or self.circle() is not None:
+        kinds = {what for what, _ in self.waiting.values()}
+        if not kinds or self.waiting.keys() != self.present or (len(kinds) > 1 and ROWS not in kinds):
             return None
-        values = {rank: value for rank, (_, value) in self.waiting.items()}
-        if next(iter(self.waiting.values()))[0] == JOIN:
-            if self.come.keys() != self.coming:
-                return None
+        self.met = ROWS if ROWS in kinds else kinds.pop()
+        if self.met == JOIN and self.come.keys() != self.coming:
+            return None
+        values = {rank: value for rank, (what, value) in self.waiting.items() if what == self.met}
+        self.waiting = {rank: other for rank, other in self.waiting.items() if rank not in values}
+        if self.met == JOIN:
             values |= self.come
             self.present |= self.coming
             self.coming, self.come = set(), {}
-        self.waiting.clear()
         return dict(sorted(values.items()))
 
     def circle(self) -> str | None:

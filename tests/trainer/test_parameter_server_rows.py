@@ -72,9 +72,9 @@ def share(epoch, place, workers=WORKERS):
     return list(BatchSampler(sampler, BATCH, False))
 
 
-def run(folder, consistency, epochs=2, meets=True, workers=0, **options):
+def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, **options):
     torch.manual_seed(1)
-    module = Marks(folder)
+    module = make(folder)
     strategy = ParameterServerStrategy(consistency, lease=40.0, **options)
     limits = {"num_sanity_val_steps": 0} if meets else {"limit_val_batches": 0}
     trainer = make_trainer(strategy, WORKERS, max_epochs=epochs, **limits)
@@ -142,6 +142,20 @@ def test_every_row_is_trained_on_and_those_acknowledged_once(consistency, meets,
     assert counts.keys() == set(range(ROWS)) and min(counts.values()) >= 3
     if meets:
         assert epochs[2] == {place: share(2, place) for place in range(WORKERS)}
+
+
+class StopsAlone(Marks):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.trainer.should_stop = self.global_rank == 2 and batch_idx == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_stops_by_itself_holds_nobody_up(tmp_path):
+    """The others do not wait for rows of the dead with it, which waits for the evaluation already."""
+    (tmp_path / "killed").touch()
+    _, trainer = run(tmp_path, "ssp", 1, make=StopsAlone)
+    assert trainer.callback_metrics["steps"] == 5 + 5 + 2
 
 
 def test_new_workers_need_rows_that_are_dealt():
