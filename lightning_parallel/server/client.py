@@ -7,9 +7,10 @@ gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
@@ -47,6 +48,7 @@ class Client(Pushing):
         self.result: Result | None = None
         self.lost = False  # the lease ended: nothing that is pushed counts any more
         self.leaving = False
+        self.memory: Callable[[int], Tensor] = torch.empty  # where weights are received
         self.blocked = 0  # pulls that had to be asked more than once for one version
         self._cache: dict[int, m.Rows] = {}
         self._requests = 0
@@ -147,7 +149,7 @@ class Client(Pushing):
         consistency = self.rules.consistency
         need = 0 if self.clock is None else consistency.need(self.clock)
         own = self.seq if consistency.own and self.clock is not None else 0
-        self.reading = Reading(self.worker, self._request(), tuple(self.keys), need, own)
+        self.reading = Reading(self.worker, self._request(), tuple(self.keys), need, own, self.memory)
         if self._from_cache():
             return
         self._ask(self.reading.questions())
