@@ -45,7 +45,7 @@ class States(Callback):
     """Of our last step: peak memory less what the peer holds, and the formula's bytes of states, fullest rank."""
 
     def __init__(self) -> None:
-        self.peak, self.formula = 0.0, 0.0
+        self.peak, self.formula, self.others = 0.0, 0.0, 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.others = -torch.cuda.memory_allocated()
