@@ -24,13 +24,13 @@ from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.trainer.holders import model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.partition import Options
+from lightning_parallel.zero.promise import ModelStates, undivided
 from lightning_parallel.zero.stage_states import StageStates, joined
 from lightning_parallel.zero.state import whole_on_owners
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_parallel.zero.promise import ModelStates
 
 Gather = Literal["step", "microbatch"]
 
@@ -194,10 +194,10 @@ class DividedPipeline(PipelineStrategy):
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def model_states(self) -> ModelStates | None:
-        """What `zero_stage` promises this rank of its stages in bytes, for callbacks; None where nothing is divided."""
+    def model_states(self) -> ModelStates:
+        """What `zero_stage` promises this rank of its stages in bytes, for callbacks; after an optimizer's step."""
         if self._states is None:
-            return None
+            return undivided(self.optimizers, [parameter for _, parameter in self.pipeline.own])
         gathers = 1 if self.windows is None else 2 * self._default_microbatches()
         return self._states.promise(self.optimizers, gathers)
 
