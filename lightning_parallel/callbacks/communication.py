@@ -88,7 +88,7 @@ class CommunicationMonitor(Callback):
             return
         self._close()
         states = getattr(trainer.strategy, "model_states", lambda: None)()
-        self._formula = {} if states is None else states.volume(self.backwards)
+        self._formula = states.volume(self.backwards) if states is not None and states.stage else {}
         values = self.metrics()
         if runs_pipeline(trainer):  # ranks of different stages move different bytes; what is logged is rank 0's
             values = trainer.strategy.broadcast(values)

@@ -151,9 +151,7 @@ def states_of(trainer: Trainer) -> StatesPromise | None:
     ask = getattr(trainer.strategy, "model_states", None)
     if ask is None:
         return None
-    states: ModelStates | None = ask()
-    if states is None:
-        return None
+    states: ModelStates = ask()
     formula = {kind: float(promise.formula) for kind, promise in states.kinds.items()}
     return StatesPromise(
         f"stage {states.stage}", formula, {kind: promise.total for kind, promise in states.kinds.items()}

@@ -1,13 +1,13 @@
-"""The states of a mesh's stages, divided along the data axis as ZeRO's stages 1, 2 and 3 say.
+"""The steps of a pipeline whose copies along the data axis divide states as ZeRO's stages 1, 2 and 3 say.
 
 The one idea: a pipeline's step stays what it is; where it averages gradients over the copies of the model they are
-reduced to parts, and where the pipeline reads or loads states, parts are made whole or cut. Left out: how
-(``zero/stage_states.py``).
+reduced to parts, and in stage 3 parameters are made whole around it. Left out: how (``zero/stage_states.py``), and what
+is saved (``hybrid_checkpoints.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,26 +16,23 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.full import States
 from lightning_parallel.strategies.arguments import refuse_arguments
-from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
 from lightning_parallel.trainer.holders import model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.partition import Options
-from lightning_parallel.zero.stage_states import StageStates, joined
-from lightning_parallel.zero.state import whole_on_owners
+from lightning_parallel.zero.promise import ModelStates, undivided
+from lightning_parallel.zero.stage_states import StageStates
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_parallel.zero.promise import ModelStates
 
 Gather = Literal["step", "microbatch"]
 
 
-class DividedPipeline(PipelineStrategy):
+class DividedPipeline(DividedCheckpoints):
     """A pipeline whose copies along the data axis divide the states of the stages that they hold alike.
 
     Args:
@@ -50,7 +47,7 @@ class DividedPipeline(PipelineStrategy):
         self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 128.0, cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(cuda_graphs=cuda_graphs, **kwargs)
+        super().__init__(zero_stage, cuda_graphs=cuda_graphs, **kwargs)
         refuse_arguments(
             self,
             zero_stage=(zero_stage, zero_stage in (0, 1, 2, 3) and not isinstance(zero_stage, bool), "0, 1, 2 or 3"),
@@ -66,10 +63,8 @@ class DividedPipeline(PipelineStrategy):
                 "False with zero_stage=3: a graph reads parameters where they lay when it was captured",
             ),
         )
-        self.zero_stage, self.gather_once_a, self.bucket_mb = zero_stage, gather, bucket_mb
-        self.early_sums = zero_stage == 0
-        self._states: StageStates | None = None
-        self._released = self._evaluates = False
+        self.gather_once_a, self.bucket_mb = gather, bucket_mb
+        self.early_sums, self._evaluates = zero_stage == 0, False
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
@@ -194,73 +189,13 @@ class DividedPipeline(PipelineStrategy):
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def model_states(self) -> ModelStates | None:
-        """What `zero_stage` promises this rank of its stages in bytes, for callbacks; None where nothing is divided."""
+    def model_states(self) -> ModelStates:
+        """What `zero_stage` promises this rank of its stages in bytes, for callbacks; after an optimizer's step."""
         if self._states is None:
-            return None
+            return undivided(self.optimizers, [parameter for _, parameter in self.pipeline.own])
         gathers = 1 if self.windows is None else 2 * self._default_microbatches()
         return self._states.promise(self.optimizers, gathers)
 
     def gathered_parameters(self) -> Sequence[Tensor]:
         """What holds whole parameters while stage 3 has gathered them, for callbacks that count memory."""
         return () if self._states is None else self._states.gathered()
-
-    def _module_state(self) -> Mapping[str, Any]:
-        state, states = super()._module_state(), self._states
-        if states is None:
-            return state
-        entries = self.pipeline.table.by_name
-        divided = states.divided if self.zero_stage == 3 and not self._released else frozenset()
-        if self.state_dict_type == "sharded" and self.pipeline.data.place:  # what is whole the first copy saves
-            state = {name: value for name, value in state.items() if name in entries and entries[name].name in divided}
-        if not divided:
-            return state
-        self.raise_failure()
-        with self.connected():
-            whole = states.parameters(self._bring)
-        of = {name: entries[name].name if name in entries else name for name in state}
-        return {
-            name: whole.get(of[name], value)
-            for name, value in state.items()
-            if of[name] in whole or of[name] not in divided
-        }
-
-    def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        if self._states is None:
-            return super()._to_save(own)
-        return own if self.pipeline.tensor.place == 0 else {}
-
-    def _states_of(self, optimizer: Optimizer) -> States:
-        if self._states is None:
-            return super()._states_of(optimizer)
-        return self._states.optimizer_states(optimizer, self._bring)
-
-    def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if self._states is None:
-            super()._load_into(optimizer, state)
-        else:
-            self._states.load_optimizer(optimizer, state)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._states is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        with self._states.windows.whole():
-            super().load_model_state_dict(checkpoint, strict)
-            self._states.refresh()
-
-    def _bring(self, pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any]) -> Mapping[Any, Mapping[str, Any]]:
-        """Whole tensors of the copies' pieces: all on the first copy, or dealt out to them where each saves a share."""
-        if self._states is not None and not self._released:
-            self._states.pause()  # a copy that trains on is told so
-        with self.blocked("the other copies' states"):
-            if self.state_dict_type == "sharded":
-                return whole_on_owners(pieces, keys, self._gather_on)
-            return joined(self._gather_on(pieces, 0))
-
-    def _gather_on(self, part: Any, turn: int) -> list[Any] | None:
-        ranks = self.pipeline.data.ranks
-        owner = ranks[turn % len(ranks)]
-        parts: list[Any] | None = [None] * len(ranks) if self.global_rank == owner else None
-        dist.gather_object(part, parts, dst=owner, group=self.group("data"))
-        return parts

@@ -31,7 +31,6 @@ from lightning_parallel.trainer.holders import hold_whole_states, model_copies, 
 from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
-from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.compiled_names import clean_state_dicts
 from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -39,6 +38,7 @@ from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
 from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.sharding import Prefetch
 from lightning_parallel.zero.shards import find_blocks
 

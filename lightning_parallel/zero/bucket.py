@@ -16,25 +16,7 @@ from torch import Tensor, nn
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts, average, reduce_scatter_mean
 from lightning_parallel.zero.gradient import ShardedGradient
 from lightning_parallel.zero.layout import lay_out
-
-
-class Ranks:
-    """The ranks that share a bucket.
-
-    Args:
-        rank: this one's place among them.
-        size: how many there are.
-        group: their process group, None for the default one.
-        replicas: the group of ranks that own the same part elsewhere, where a bucket is shared within a node only.
-        num_replicas: how many own the same part.
-        replica: this one's place among those.
-    """
-
-    def __init__(
-        self, rank: int, size: int, group: Any = None, replicas: Any = None, num_replicas: int = 1, replica: int = 0
-    ) -> None:
-        self.rank, self.size, self.group = rank, size, group
-        self.replicas, self.num_replicas, self.replica = replicas, num_replicas, replica
+from lightning_parallel.zero.ranks import Ranks
 
 
 class Bucket:

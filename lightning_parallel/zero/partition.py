@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.zero.bucket import Bucket, Ranks
+from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.collectives import Traffic, broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.layout import fill_buckets
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Reducer, Waiting
 from lightning_parallel.zero.sharded_optimizer import ShardedOptimizer
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind, volume_of_step
 
@@ -43,8 +44,8 @@ class ModelStates:
     """The promise of a stage to one rank of a run.
 
     Args:
-        stage: 1, 2 or 3.
-        ranks: N.
+        stage: 0, 1, 2 or 3.
+        ranks: N, 1 in stage 0.
         parameters: P, elements that train.
         of: bytes of an element by kind, without ZeRO.
         kinds: "parameters", "gradients", "optimizer".
@@ -98,6 +99,24 @@ def promise(
         for kind, formula in formulas.items()
     }
     return ModelStates(stage, ranks, parameters, of, kinds, moved_bytes)
+
+
+def undivided(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> ModelStates:
+    """The promise where nothing is divided: stage 0, after an optimizer's step.
+
+    Args:
+        optimizers: all of them.
+        parameters: those of this rank, of one dtype.
+    """
+    held = list(parameters)
+    trained = [parameter for parameter in held if parameter.requires_grad]
+    count, size = sum(p.numel() for p in trained), trained[0].element_size() if trained else 0
+    by_element, counters = state_sizes((p, state) for o in optimizers for p, state in o.state.items())
+    return promise(
+        0, 1, count, StateBytes(size, size, by_element), size,
+        held={"parameters": count, "gradients": count, "copy": 0}, copy_bytes=0, owned=count, counters=counters,
+        frozen=sum(p.nbytes for p in held if not p.requires_grad),
+    )  # fmt: skip
 
 
 def most_of_ranks(numbers: Sequence[int], group: Any) -> list[int]:

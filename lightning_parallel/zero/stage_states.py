@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
-from lightning_parallel.zero.bucket import Bucket, Ranks
+from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.native import states_of_partition
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.state import Piece, join_pieces, load_optimizer_state, own_pieces
 from lightning_parallel.zero.windows import Windows
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_parallel.zero.bucket import Ranks
 from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient, total_norm
 from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.ranks import Ranks
 from tests.harness import run_ranks
 
 WIDTH, ROWS, STEPS = 5, 8, 3

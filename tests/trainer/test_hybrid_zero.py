@@ -107,6 +107,22 @@ def test_copies_with_unequal_numbers_of_batches_are_told():
         run_ranks(run, 4, free_port(), group=False, timeout=50.0)
 
 
+class Failing(Classifier):
+    """Fails on one copy, in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and os.environ["RANK"] == "2":
+            raise KeyError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [TWO, THREE, EACH], ids=["stage 2", "step", "microbatch"])
+def test_a_failure_on_one_copy_ends_those_that_wait_for_its_parts(options: dict[str, Any]):
+    with pytest.raises(StageError, match=r"rank 2\) failed in the forward of micro-batch 0.*the user's own"):
+        on_mesh((Case(Failing, lambda: loader(4), validate=False), options))
+
+
 def test_copies_with_unequal_micro_batches_are_told():
     def run(rank: int, port: int) -> None:
         join_as_torchrun(rank, 2, port)
