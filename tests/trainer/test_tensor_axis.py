@@ -26,7 +26,7 @@ MESHES = {
     "1 x 2 x 2, recomputed, slices": Mesh(1, 2, 2, {"recompute": "block", "sequence_parallel": True}),
     "1 x 2 x 2, zb_v, slices": Mesh(1, 2, 2, {"schedule": "zb_v", "sequence_parallel": True}),
     "2 x 1 x 2": Mesh(2, 1, 2),
-    "1 x 1 x 4": Mesh(1, 1, 4),
+    "1 x 1 x 4": Mesh(1, 1, 4, {"loss_parallel": True}),
 }
 
 
