@@ -93,7 +93,8 @@ class Check:
                     f"`{self.name}` computes other values on {self.size} ranks of the tensor axis than whole: its code"
                     " does not follow tensor_plan. Attention has to take the number of its heads from an attribute"
                     " named num_heads, n_head, num_attention_heads or the like, and matrices kept as one need"
-                    ' their number in the plan ("colwise:3" for query, key and value). Or leave the module out of tensor_plan.'
+                    ' their number in the plan ("colwise:3" for query, key and value). Or leave the module out of'
+                    " tensor_plan."
                 )
             return  # the first value is the result; others may be heads' own (attention weights)
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.parallel.operators import gather_features, gather_rows, scatter_sums, sum_over_ranks
+from lightning_parallel.parallel.logits import VocabLogits
+from lightning_parallel.parallel.operators import gather_rows, scatter_sums, sum_over_ranks
 from lightning_parallel.parallel.region import Region
 
 SEQUENCE_DIM = 1  # of hidden states [rows, positions, features]
@@ -36,7 +37,8 @@ class Part:
         region: of the model.
         number: of the module among those cut, for its random numbers.
         features: of the whole output.
-        begin: of this rank's rows of an embedding.
+        begin: of this rank's rows of an embedding, or of its output features.
+        apart: whether a head's output is left apart; see `VocabLogits`.
         sliced: whether it lies in a block whose hidden states are slices of the sequence.
     """
 
@@ -45,6 +47,7 @@ class Part:
     number: int
     features: int = 0
     begin: int = 0
+    apart: bool = False
     sliced: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
@@ -100,8 +103,8 @@ class Head(Colwise):
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
         y = super(Colwise, self).forward(part.region.copied(x))  # type: ignore[misc]
-        missing = -(-part.features // part.region.axis.size) - y.shape[-1]
-        return gather_features(F.pad(y, (0, missing)) if missing else y, part.region.axis, part.features)
+        logits = VocabLogits(y, part.features, part.begin, part.region.axis)
+        return logits if part.apart else logits.whole()
 
 
 class VocabEmbedding:

@@ -34,6 +34,7 @@ class TensorParallel(Uncut):
         axis: the ranks.
         device: where this rank computes.
         plan: "auto", or {pattern of module names: style}; see `plan.resolve`.
+        loss_parallel: whether logits stay apart for a vocabulary-parallel cross entropy; see `VocabLogits`.
         sequence_parallel: whether what lies between products works on slices of the sequence; see `sequence`.
 
     Attributes:
@@ -51,8 +52,9 @@ class TensorParallel(Uncut):
         device: torch.device,
         plan: Plan = "auto",
         sequence_parallel: bool = False,
+        loss_parallel: bool = False,
     ) -> None:
-        self.model, self.axis = model, axis
+        self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
         if sequence_parallel:
             self.styles, self.blocks = add_sequence_styles(model, self.styles)
@@ -68,7 +70,8 @@ class TensorParallel(Uncut):
             module: Any = self.model.get_submodule(name)
             part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
             if style.kind == "head":
-                part.features = features_of(module)[1]
+                part.features, part.apart = features_of(module)[1], self._loss_parallel
+                part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):

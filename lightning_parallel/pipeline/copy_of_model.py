@@ -60,6 +60,7 @@ class Copy:
         copy: which one is this rank's.
         mates: all ranks that see this rank's rows, in order.
         ranks: its ranks, by row.
+        first_ranks: those of the first one along the tensor axis.
         loss_rank: its rank that holds the last stage (of the first replica).
         reports: channels by row from the other ranks that end steps to that one.
     """
@@ -80,6 +81,7 @@ class Copy:
         self.copy = next(i for i, ranks in enumerate(self.copies) if self.rank in ranks)
         self.ranks = self.copies[self.copy]
         first = self.copy // tensor_size * tensor_size
+        self.first_ranks = self.copies[first]
         self.mates = tuple(sorted(rank for ranks in self.copies[first : first + tensor_size] for rank in ranks))
         self.row = self.ranks.index(self.rank)
         self.placement = dict(placement)
@@ -155,6 +157,11 @@ class Copy:
     def all_gather(self, value: Any) -> list[Any]:
         """The object of every rank of this copy, in the order of global ranks, over the host."""
         return self._all_gather(value, self.num_ranks, self._group)
+
+    def all_gather_of_first(self, value: Any) -> list[Any]:
+        """The object of every rank of `first_ranks`, given to all ranks that see this rank's rows, over the host."""
+        everyone = zip(self.mates, self._all_gather(value, len(self.mates), self._mates_group), strict=True)
+        return [theirs for rank, theirs in everyone if rank in self.first_ranks]
 
     def _all_gather(self, value: Any, count: int, group: Callable[[], Any]) -> list[Any]:
         if count == 1:

@@ -43,6 +43,8 @@ class HybridStrategy(DividedPipeline):
         sequence_parallel: whether ranks along `tensor` hold slices of the sequence where they would otherwise compute
             the same (norms, dropout, residual sums). Blocks need a norm in front of attention and perceptron, and
             positions in dim 1, a multiple of the ranks.
+        loss_parallel: whether a head's logits stay apart on the ranks along `tensor` up to `F.cross_entropy`, which is
+            then taken of the parts. Anything else that a step does with them gathers them: all ranks have to do it.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
             optimizer states, 2 gradients too (between steps), 3 parameters too.
         gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
@@ -78,6 +80,7 @@ class HybridStrategy(DividedPipeline):
         mesh_order: Sequence[str] = AXES,
         tensor_plan: Plan = "auto",
         sequence_parallel: bool = False,
+        loss_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage, gather, bucket_mb, **kwargs)
@@ -89,13 +92,14 @@ class HybridStrategy(DividedPipeline):
                 '"auto" or a mapping of name patterns to styles',
             ),
             sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),
+            loss_parallel=(loss_parallel, isinstance(loss_parallel, bool), "True or False"),
             cuda_graphs=(
                 self.cuda_graphs,
                 not self.cuda_graphs or tensor_parallel_size == 1,
                 "False with tensor_parallel_size above 1: what ranks say to each other inside a block is not captured",
             ),
         )
-        self.tensor_plan, self.sequence_parallel = tensor_plan, sequence_parallel
+        self.tensor_plan, self.sequence_parallel, self.loss_parallel = tensor_plan, sequence_parallel, loss_parallel
         sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
         self.degrees = Degrees(sizes, mesh_order)
 
@@ -126,7 +130,12 @@ class HybridStrategy(DividedPipeline):
                 self.axis_rank("tensor"), self.axis_size("tensor"), partial(self.group, "tensor"), self.blocked
             )
             self.tensor = TensorParallel(
-                self.lightning_module, axis, self.root_device, self.tensor_plan, self.sequence_parallel
+                self.lightning_module,
+                axis,
+                self.root_device,
+                self.tensor_plan,
+                self.sequence_parallel,
+                self.loss_parallel,
             )
         return super()._assemble()
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.logits import VocabLogits
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from tests.harness import run_ranks
 from tests.trainer.architectures import BERT, DECODER, VIT
@@ -312,3 +313,36 @@ def test_blocks_that_cannot_work_on_slices_are_refused(make, loss_of, words):
 
     with pytest.raises(ValueError, match=re.escape(words)):
         run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_cross_entropy_of_logits_apart_is_one_processs(name):
+    check(name, 2, loss_parallel=True)
+
+
+def test_logits_apart_are_gathered_for_anything_but_their_loss():
+    generator = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(3, 4, 11, generator=generator), torch.randint(11, (12,), generator=generator)
+    target[5] = -100
+
+    def run(rank: int) -> None:
+        axis, begin = TensorAxis(rank, 2), 6 * rank
+        local = logits[..., begin : begin + 6].clone().requires_grad_()
+        apart = VocabLogits(local, 11, begin, axis)
+        assert apart.shape == logits.shape and apart.requires_grad and len(apart) == 3
+        for kept in (apart[:, :-1], apart[..., 1:, :], apart.view(-1, 11), apart.flatten(0, 1), apart.double()[0]):
+            assert isinstance(kept, VocabLogits) or kept.dtype == torch.float64
+        for ask in (lambda x: x.argmax(-1), lambda x: x[..., 2], lambda x: x.softmax(-1).sum(), lambda x: x.flatten()):
+            torch.testing.assert_close(ask(apart), ask(logits))
+        for reduction in ("mean", "sum", "none"):
+            whole = logits.clone().requires_grad_()
+            losses = [F.cross_entropy(x.flatten(0, 1), target, reduction=reduction) for x in (apart, whole)]
+            torch.testing.assert_close(losses[0], losses[1], **CLOSE)
+            local.grad = None
+            for loss in losses:
+                loss.square().sum().backward()
+            torch.testing.assert_close(local.grad, whole.grad[..., begin : begin + 6], **CLOSE)
+        smooth = [F.cross_entropy(x.flatten(0, 1), target, label_smoothing=0.1) for x in (apart, logits)]
+        torch.testing.assert_close(smooth[0], smooth[1], **CLOSE)
+
+    run_ranks(run, 2)

@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_parallel.callbacks import CommunicationMonitor
 from lightning_parallel.demo.huggingface import HuggingFaceLM
+from lightning_parallel.strategies import TensorParallelStrategy
+from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import ADAM, CLOSE, Mesh, assert_one_process, gpt, gpt_case, on_meshes, token_loader
-from tests.trainer.pipelines import one_process
+from tests.trainer.pipelines import join_as_torchrun, make_trainer, one_process
 
 
 def llama(**options: Any) -> HuggingFaceLM:
@@ -23,7 +26,7 @@ MESHES = {
     "1 x 2 x 2, recomputed, slices": Mesh(1, 2, 2, {"recompute": "block", "sequence_parallel": True}),
     "1 x 2 x 2, zb_v, slices": Mesh(1, 2, 2, {"schedule": "zb_v", "sequence_parallel": True}),
     "2 x 1 x 2": Mesh(2, 1, 2),
-    "1 x 1 x 4": Mesh(1, 1, 4),
+    "1 x 1 x 4": Mesh(1, 1, 4, {"loss_parallel": True}),
 }
 
 
@@ -135,3 +138,29 @@ def test_the_data_axis_divides_the_states_of_what_the_tensor_axis_cuts(tmp_path)
     goes_on = [(longer.but(checkpoint=tmp_path / f"{number}.ckpt"), Mesh(1, 2, 2)) for number in (0, 2, 3)]
     for records in on_meshes(goes_on):
         torch.testing.assert_close(torch.stack(records[0].losses), rest, **CLOSE)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_layer_sends_what_megatron_says(sliced):
+    """Four all-reduces of rows x positions x width a layer, or as much in gathers and scatters of slices."""
+
+    def monitored(rank: int, port: int) -> dict[Any, int]:
+        join_as_torchrun(rank, 2, port)
+        monitor = CommunicationMonitor(every_n_steps=3)
+        strategy = TensorParallelStrategy(sequence_parallel=sliced)
+        trainer = make_trainer(strategy, 2, [monitor], limit_val_batches=0)
+        trainer.fit(whole_gpt(), token_loader(), token_loader())
+        return {(what, phase): m.nbytes for (axis, what, phase), m in monitor.last.items() if axis == "tensor"}
+
+    found = run_ranks(monitored, 2, free_port(), group=False)[0]
+    tokens, layers = 8 * 12 * 4, 4  # bytes
+    vector = tokens * 16
+    around = 2 * vector  # the embedding's sum, and that of the gradient of the head's input
+    logits = tokens * 20  # 19, padded to what two ranks divide
+    if not sliced:
+        assert sum(found.values()) == layers * 4 * vector + around + logits
+        return
+    ends, small = 2 * vector, layers * 6 * 16 * 4  # where slices begin and end; gradients of norms and row-wise biases
+    assert found["all_reduce", "forward"] == around + small
+    assert found["reduce_scatter", "forward"] == layers * 4 * vector
+    assert found["all_gather", "forward"] == layers * 4 * vector + ends + logits
