@@ -7,7 +7,7 @@ know one of the two, the strategy above asks in terms of stages. No Lightning he
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Pipeline(Copy):
         dynamic_shapes, skip_connections: see `Departure`.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
-        recompute: see `Cut`.
+        recompute, keep_inputs: see `Cut`.
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
         early_sums: whether sums of gradients over copies begin while backwards run.
         context: what forwards run in, to measure them for partition="time".
@@ -86,6 +86,7 @@ class Pipeline(Copy):
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
+        keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
         cuda_graphs: bool = False,
         early_sums: bool = True,
         context: Context = nullcontext,
@@ -105,7 +106,7 @@ class Pipeline(Copy):
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
         self._prepare_gradients(graphs, early_sums)
-        self.cut = Cut(model, layout, device, self.streams, recompute, graphs)
+        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs)
         self.clock = make_clock(device)
         seats = self._take_seats(dynamic_shapes, skip_connections)
         if receive_ahead is None:

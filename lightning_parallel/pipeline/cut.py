@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ class Cut:
         recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
             whose run makes the loss and all that the step logs, each block).
         graphs: launch blocks as CUDA graphs, or None.
+        keep_inputs: makes a context in which the inputs of blocks that are computed again are saved for that.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Cut:
         streams: RandomStreams,
         recompute: Recompute = "none",
         graphs: SharedGraphs | None = None,
+        keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
-        self._recompute, self.graphs = recompute, graphs
+        self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
         self.active: StageRun | None = None
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         chain = [self._blocks[block] for block in sorted(self._blocks)]

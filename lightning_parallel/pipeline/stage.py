@@ -253,9 +253,12 @@ class StageRun:
         if not self._recomputes_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
             return self._draw_and_call(hook, module, args, kwargs, before_this)
         before = _versions(args, kwargs)
-        result = checkpoint(
-            self._draw_and_call, hook, module, args, kwargs, before_this, use_reentrant=False, preserve_rng_state=False
-        )
+
+        def call(*args: Any) -> Any:
+            return self._draw_and_call(hook, module, args, kwargs, before_this)
+
+        with self.cut.keep_inputs():  # of what comes by place
+            result = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
         if _versions(args, kwargs) != before:
             raise ValueError(calls.written_by(hook.name))
         return result

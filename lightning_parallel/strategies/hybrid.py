@@ -8,6 +8,7 @@ ranks along `tensor` see the same rows. This class says how many ranks lie along
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
+from lightning_parallel.zero.activation_checkpoints import ShardedInputs
+from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.elementwise import refuse_optimizer
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class HybridStrategy(DividedPipeline):
         sequence_parallel: whether ranks along `tensor` hold slices of the sequence where they would otherwise compute
             the same (norms, dropout, residual sums). Blocks need a norm in front of attention and perceptron, and
             positions in dim 1, a multiple of the ranks.
+        partition_activations: with `recompute="block"`, whether each rank along `tensor` keeps a part of a block's input
+            (ZeRO's P_a), gathered when the block is computed again. With `sequence_parallel` it is one already.
         loss_parallel: whether a head's logits stay apart on the ranks along `tensor` up to `F.cross_entropy`, which is
             then taken of the parts. Anything else that a step does with them gathers them: all ranks have to do it.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
@@ -81,6 +86,7 @@ class HybridStrategy(DividedPipeline):
         tensor_plan: Plan = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        partition_activations: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage, gather, bucket_mb, **kwargs)
@@ -93,6 +99,12 @@ class HybridStrategy(DividedPipeline):
             ),
             sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),
             loss_parallel=(loss_parallel, isinstance(loss_parallel, bool), "True or False"),
+            partition_activations=(
+                partition_activations,
+                partition_activations is False
+                or (partition_activations is True and self.recompute == "block" and not sequence_parallel),
+                'False, or True with recompute="block" and sequence_parallel=False',
+            ),
             cuda_graphs=(
                 self.cuda_graphs,
                 not self.cuda_graphs or tensor_parallel_size == 1,
@@ -100,6 +112,7 @@ class HybridStrategy(DividedPipeline):
             ),
         )
         self.tensor_plan, self.sequence_parallel, self.loss_parallel = tensor_plan, sequence_parallel, loss_parallel
+        self.partition_activations, self.gathered_inputs = partition_activations, Traffic()
         sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
         self.degrees = Degrees(sizes, mesh_order)
 
@@ -122,6 +135,11 @@ class HybridStrategy(DividedPipeline):
         if self.num_ranks == 1 and self.num_microbatches is None and isinstance(self.schedule, str):
             return 1
         return super()._default_microbatches()
+
+    def keep_inputs(self) -> AbstractContextManager[Any]:
+        if not self.partition_activations or self.axis_size("tensor") == 1:
+            return super().keep_inputs()
+        return ShardedInputs(self.group("tensor"), self.gathered_inputs)
 
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None

@@ -243,6 +243,10 @@ class PipelineStrategy(PipelineGradients):
         if self.lightning_module.example_input_array is not None:
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
 
+    def keep_inputs(self) -> AbstractContextManager[Any]:
+        """A context in which inputs of blocks are saved that `recompute="block"` computes again."""
+        return nullcontext()
+
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
         schedule = self._full_schedule()
@@ -267,6 +271,7 @@ class PipelineStrategy(PipelineGradients):
             skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,
+            keep_inputs=self.keep_inputs,
             cuda_graphs=self.cuda_graphs,
             early_sums=self.early_sums,
             context=self.precision_plugin.train_step_context,

@@ -9,7 +9,18 @@ from lightning_parallel.callbacks import CommunicationMonitor
 from lightning_parallel.demo.huggingface import HuggingFaceLM
 from lightning_parallel.strategies import TensorParallelStrategy
 from tests.harness import free_port, run_ranks
-from tests.trainer.hybrids import ADAM, CLOSE, Mesh, assert_one_process, gpt, gpt_case, on_meshes, token_loader
+from tests.trainer.hybrids import (
+    ADAM,
+    CLOSE,
+    ROWS,
+    TOKENS,
+    Mesh,
+    assert_one_process,
+    gpt,
+    gpt_case,
+    on_meshes,
+    token_loader,
+)
 from tests.trainer.pipelines import join_as_torchrun, make_trainer, one_process
 
 
@@ -25,6 +36,7 @@ MESHES = {
     "1 x 2 x 2, zb_v": Mesh(1, 2, 2, {"schedule": "zb_v"}),
     "1 x 2 x 2, recomputed, slices": Mesh(1, 2, 2, {"recompute": "block", "sequence_parallel": True}),
     "1 x 2 x 2, zb_v, slices": Mesh(1, 2, 2, {"schedule": "zb_v", "sequence_parallel": True}),
+    "1 x 2 x 2, recomputed, parts": Mesh(1, 2, 2, {"recompute": "block", "partition_activations": True}),
     "2 x 1 x 2": Mesh(2, 1, 2),
     "1 x 1 x 4": Mesh(1, 1, 4, {"loss_parallel": True}),
 }
@@ -53,6 +65,23 @@ def check_layouts(make: Any, names: list[str]) -> None:
     for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes]), strict=True):
         assert_one_process(records, reference, mesh)
         assert_replicated_bits(records, mesh)
+
+
+def parts_were_gathered(trainer: Any, module: Any) -> None:
+    """Of each of 4 blocks' inputs [rows, tokens, 16], once a backward of 3 steps; a mask of bools is not cut."""
+    assert trainer.strategy.gathered_inputs.nbytes == {"all_gather": 3 * 4 * ROWS * TOKENS * 16 * 4}
+
+
+def test_of_inputs_that_wait_each_rank_keeps_a_part():
+    case = gpt_case().but(make=whole_gpt)
+    mesh = Mesh(1, 1, 2, {"recompute": "block", "partition_activations": True})
+    [records] = on_meshes([(case.but(at_end=parts_were_gathered), mesh)])
+    assert_one_process(records, one_process(case), mesh)
+
+
+def test_parts_of_inputs_are_of_blocks_that_are_computed_again():
+    with pytest.raises(ValueError, match=r'partition_activations=True.*recompute="block"'):
+        TensorParallelStrategy(partition_activations=True)
 
 
 @pytest.mark.slow
