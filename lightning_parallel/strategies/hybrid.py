@@ -46,8 +46,8 @@ class HybridStrategy(DividedPipeline):
         sequence_parallel: whether ranks along `tensor` hold slices of the sequence where they would otherwise compute
             the same (norms, dropout, residual sums). Blocks need a norm in front of attention and perceptron, and
             positions in dim 1, a multiple of the ranks.
-        partition_activations: with `recompute="block"`, whether each rank along `tensor` keeps a part of a block's input
-            (ZeRO's P_a), gathered when the block is computed again. With `sequence_parallel` it is one already.
+        partition_activations: with `recompute="block"`, whether each rank along `tensor` keeps a part of a block's
+            input (ZeRO's P_a), gathered when the block is computed again. `sequence_parallel` has done so already.
         loss_parallel: whether a head's logits stay apart on the ranks along `tensor` up to `F.cross_entropy`, which is
             then taken of the parts. Anything else that a step does with them gathers them: all ranks have to do it.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
