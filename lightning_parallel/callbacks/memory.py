@@ -128,7 +128,7 @@ class MemoryMonitor(Callback):
         if runs_pipeline(trainer):
             stats = stats_of(trainer)
             schedule = stats.latest
-            promise = Promise.of(schedule, stats.row_ranks.index(trainer.global_rank))
+            promise = Promise.of(schedule, stats.row)
         everyone = _all_gather(trainer, (measured, promise, states_of(trainer)))
         ranks = {rank: memory for rank, (memory, _, _) in enumerate(everyone)}
         promises = {rank: promised for rank, (_, promised, _) in enumerate(everyone) if promised is not None}

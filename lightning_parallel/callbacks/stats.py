@@ -22,6 +22,10 @@ class PipelineStats(Protocol):
         """Global rank of each row of the schedule."""
 
     @property
+    def row(self) -> int:
+        """This rank's row of the schedule."""
+
+    @property
     def latest(self) -> Schedule:
         """What the ranks ran in the newest training step: fewer micro-batches where its batch was short."""
 

@@ -20,7 +20,8 @@ class PipelineStats:
 
     Attributes:
         schedule: the schedule of a full batch.
-        row_ranks: the global rank of each row of the schedule.
+        row_ranks: the global rank of each row of the schedule, of the first line along a tensor axis.
+        row: this rank's.
         latest: the schedule of the newest training step, whose batch may have been short.
         shares: of each stage in the work, as the partition has it.
     """
@@ -32,8 +33,9 @@ class PipelineStats:
         clock: Clock,
         all_gather: Callable[[Any], list[Any]],
         shares: Sequence[float] = (),
+        row: int = 0,
     ) -> None:
-        self.schedule, self.row_ranks = schedule, tuple(row_ranks)
+        self.schedule, self.row_ranks, self.row = schedule, tuple(row_ranks), row
         self.latest, self.shares = schedule, tuple(shares)
         self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque()

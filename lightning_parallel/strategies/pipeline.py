@@ -221,8 +221,9 @@ class PipelineStrategy(PipelineGradients):
         pipeline = self.pipeline
         shares = pipeline.cut.layout.shares
         self.stats = PipelineStats(
-            self._full_schedule(), pipeline.first_ranks, pipeline.clock, pipeline.all_gather_of_first, shares
-        )
+            self._full_schedule(), pipeline.first_ranks, pipeline.clock, pipeline.all_gather_of_first, shares,
+            pipeline.row,
+        )  # fmt: skip
         add_up = pipeline.add_up_over_holders if pipeline.num_replicas > 1 else None
         self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
         self.directions = Directions(pipeline)

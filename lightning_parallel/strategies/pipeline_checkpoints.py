@@ -95,6 +95,9 @@ class PipelineCheckpoints(FileOrFolder):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
+        if self._pipeline is None:  # in the process that forked the ranks, with whom optimizers have ended
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         groups = [self._pruned[id(optimizer)].groups for optimizer in self.optimizers if id(optimizer) in self._pruned]
         tell_whole_groups(self.lightning_module.trainer, checkpoint, groups)
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -20,7 +20,7 @@ def pictures_in(outputs):
 
 
 def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} >= {"01_pipeline", "02_schedules", "03_zero"}
+    assert {path.stem for path in NOTEBOOKS} >= {"01_pipeline", "02_schedules", "03_zero", "04_ssp", "05_hybrid"}
 
 
 @pytest.mark.timeout(110)  # half a minute where nothing else runs
