@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -38,6 +39,13 @@ class Host:
     def cable(self, state: str) -> None:
         """Pull this host's end of the cable out (``down``), or put it back (``up``)."""
         ip("-n", self.namespace, "link", "set", self.interface, state)
+
+    def end(self) -> None:
+        """End all processes of this host."""
+        inside = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True)
+        for process in inside.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
 
     def enter(self) -> None:
         """Make this process one of the host's; only before it has opened sockets or started threads."""

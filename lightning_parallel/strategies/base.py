@@ -43,6 +43,10 @@ _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
 StartMethod = Literal["popen", "fork", "spawn"]
 
 
+def _reads_nothing(failed: bool) -> None:
+    """What is shown is no device's."""
+
+
 class MeshStrategy(ParallelStrategy):
     """A strategy whose ranks form a named mesh.
 
@@ -85,7 +89,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: dict[frozenset[str], Any] = {}
         self.watch: Watch | None = None
         self._restore_sigterm = Restore()
-        self._read_shown: Callable[[bool], None] = lambda failed: None
+        self._read_shown: Callable[[bool], None] = _reads_nothing
 
     @property
     def is_distributed(self) -> bool:

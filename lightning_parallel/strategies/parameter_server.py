@@ -26,6 +26,7 @@ from lightning_parallel.server.island import Island
 from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
+from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.server.updates import Update
 from lightning_parallel.strategies.arguments import is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
@@ -33,7 +34,7 @@ from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.meeting import MeetingStrategy
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
-from lightning_parallel.trainer.hosts import Hosts
+from lightning_parallel.trainer.hosts import Hosts, watch
 from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
 from lightning_parallel.trainer.line import JOIN, first_of
@@ -255,6 +256,9 @@ class ParameterServerStrategy(MeetingStrategy):
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()
         self.worker = worker
+        if self._hosts is not None:
+            client = worker.session.client
+            watch(line.connection, lambda: setattr(client, "lost", True))  # its reads wait for nothing any more
 
     def _take_part(self, era: int = 0) -> ServerWorker:
         assert self._line is not None and self._plan is not None and self._job is not None
@@ -337,7 +341,13 @@ class ParameterServerStrategy(MeetingStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._line.check()
         closure = self._averaging(closure)
-        result = self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+        try:
+            result = self.worker.step(
+                lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+            )
+        except LeaseLostError:
+            self._line.check()  # the run may have failed, and the hub be gone
+            raise
         if self.rows is not None:
             self.rows.after_step()
         return result

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -112,6 +115,21 @@ def keep_alive(connection: Connection) -> None:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _BETWEEN_S * _PROBES))
+
+
+def watch(connection: Connection, gone: Callable[[], None]) -> None:
+    """Have a function called, in a thread, when the other end is gone, while nobody reads from the connection."""
+
+    def look() -> None:
+        with suppress(OSError):  # it was closed here
+            while not connection.closed:
+                ends = select.poll()
+                ends.register(connection.fileno(), select.POLLRDHUP)
+                if ends.poll(1000):
+                    gone()
+                    return
+
+    threading.Thread(target=look, name="hub", daemon=True).start()
 
 
 def _socket_of(connection: Connection) -> socket.socket:

@@ -45,6 +45,9 @@ class Dies(Classifier):
     def on_train_batch_start(self, batch, batch_idx):
         if "die" in sys.argv and batch_idx == 1 and self.trainer.global_rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "cut" in sys.argv and batch_idx == 1 and self.current_epoch == 0:
+            open(f"reached{self.trainer.global_rank}", "w").close()  # returns once the test reads
+            open(f"cut{self.trainer.global_rank}").close()  # returns once the cable is out
 
 torch.set_num_threads(1)
 torch.manual_seed(1)
@@ -67,7 +70,7 @@ def start(host: Host, script: Path, number: int, *arguments: str) -> subprocess.
     }  # fmt: skip
     return subprocess.Popen(
         ["ip", "netns", "exec", host.namespace, *torchrun, *meet, str(script), *arguments],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment, cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -119,17 +122,47 @@ def test_workers_go_on_without_one_that_died_on_another_host(hosts, tmp_path, mo
     script = tmp_path / "train.py"
     script.write_text(SERVERS)
     started = [start(host, script, number, "die") for number, host in enumerate(hosts)]
+    said = first_hosts_results(hosts, started)
+    assert "Worker 3 is gone" in said and "Worker 2 is gone (it was told to end, by SIGTERM)" in said
+
+
+def first_hosts_results(hosts: list[Host], started: list[subprocess.Popen]) -> str:
+    """What the first host's torchrun says until both of its ranks have come to the end of the run."""
     said = ""
     for line in started[0].stdout or ():
         said += line
         if said.count("val_loss") == 2:
             break
+    for host in hosts:
+        host.end()
     for process in started:
-        process.terminate()
         process.communicate()
     lines = re.findall(r"rank (\d) node (\d), val_loss (\S+)", said)
     assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "0")], said
-    assert "Worker 3 is gone" in said and "Worker 2 is gone (it was told to end, by SIGTERM)" in said
+    return said
+
+
+def test_workers_go_on_without_a_host_whose_cable_is_out(hosts, tmp_path, monkeypatch):
+    """It is silent for longer than the hub allows; its workers are left behind, and end."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    script = tmp_path / "train.py"
+    script.write_text(SERVERS)
+    names = [f"{what}{rank}" for what in ("reached", "cut") for rank in range(4)]
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    started = [start(host, script, number, "cut") for number, host in enumerate(hosts)]
+    for name in names[:4]:
+        (tmp_path / name).read_bytes()
+    hosts[1].cable("down")
+    try:
+        for name in names[4:]:
+            (tmp_path / name).open("w").close()
+        second = started[1].communicate()[0]
+        said = first_hosts_results(hosts, started[:1])
+    finally:
+        hosts[1].cable("up")
+    assert "Worker 2 is gone" in said and "Worker 3 is gone" in said
+    assert "lost its line to the launcher of the run" in second  # its workers end, too
 
 
 def test_without_a_secret_nobody_is_taken_in(hosts, tmp_path, monkeypatch):

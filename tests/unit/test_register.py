@@ -3,6 +3,7 @@
 A new interpreter a case, since only the first import of Lightning is like the first. Here both are imported.
 """
 
+import pickle
 import subprocess
 import sys
 
@@ -40,3 +41,11 @@ def test_strings_are_registered_where_we_came_first_and_the_hook_leaves():
 
 def test_strings_are_registered_where_a_strategy_is_what_imports_lightning():
     assert printed(f"from lightning_parallel.strategies import PipelineStrategy\n{ASK}") == [str(PIPELINES)]
+
+
+@pytest.mark.parametrize("name", ["ssp", "zero_2", "pipeline_1f1b"])
+def test_a_strategy_can_be_sent_to_spawned_ranks(name):
+    registered = StrategyRegistry[name]
+    options = {"num_microbatches": 2} if name.startswith("pipeline") else {}
+    strategy = registered["strategy"](**registered["init_params"], **options, start_method="spawn")
+    assert pickle.loads(pickle.dumps(strategy)).start_method == "spawn"
