@@ -1,5 +1,7 @@
 """Random interleavings with faults: what must hold in every one, and that it does not without each safeguard."""
 
+import faulthandler
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -24,6 +26,7 @@ def test_what_must_hold_holds_in_random_interleavings(plan):
 @given(plans)
 @pytest.mark.timeout(6 * 3600)
 def test_what_must_hold_holds_in_a_hundred_thousand_interleavings(plan):
+    faulthandler.cancel_dump_traceback_later()  # pytest's, of a running thread: it can end the interpreter
     play(plan)
 
 
