@@ -21,12 +21,13 @@ import torch
 
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
-from lightning_parallel.server.filters import Filters
+from lightning_parallel.server.filters import Filters, Float32
 from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.roster import RosterLog
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
+from lightning_parallel.server.transport.board import Board, Boards, has_boards
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 from lightning_parallel.server.transport.session import Session
@@ -51,7 +52,7 @@ class Job:
         manager: where the manager listens.
         slab_bytes: shared memory of each process; 0 for none.
         keys: made where ``host`` is reached from other hosts.
-        shared: folder of the shared memory, mode 0700; that of the job if it is not given.
+        shared: folder of slabs and boards, mode 0700; that of the job if it is not given.
     """
 
     rules: Rules
@@ -85,9 +86,21 @@ class Job:
         """Shared memory for a process, if the job has any."""
         return Slab(self.shared or self.folder, address, self.slab_bytes) if self.slab_bytes else None
 
+    @property
+    def has_boards(self) -> bool:
+        """Whether tails show what they have to readers of this host: plain weights, read when readers want them."""
+        plain = isinstance(self.rules.pull_precision, Float32) and not self.rules.consistency.eager
+        return not self.host and plain and has_boards()
+
+    def board(self, address: str) -> Board | None:
+        """Where a server shows its ranges, if the job has such."""
+        return Board(self.shared or self.folder, address, self.rules.layout) if self.has_boards else None
+
     def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
         """A worker's session; call ``start`` on it."""
         client = Client(f"{name}.{secrets.token_hex(4)}", name, self.rules, self.token, filters=filters)
+        if self.has_boards:
+            client.look = Boards(self.shared or self.folder, self.rules.layout, self.rules.lease).look
         return Session(self.node(client, slab=self.slab(client.address)), timeout)
 
     def serve(self, name: str, log: Path | None = None) -> None:
@@ -108,6 +121,7 @@ class Job:
             ranges={} if storage is None else storage.read(),
             journal=None if storage is None else storage.append,
             memory=memory,
+            board=self.board(address),
         )
         node = self.node(server, slab=slab)
         if storage is not None:
@@ -115,6 +129,7 @@ class Job:
         node.send(server.start(node.now()))
         node.run(until=lambda: server.lost)
         node.close()
+        server.board.close()
 
     def serve_in_thread(self, name: str) -> threading.Thread:
         """Be a server in a thread of this process: a shard that lives with a worker."""
@@ -197,7 +212,7 @@ def launch(
     manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
     keys = Keys.make() if host and not host.startswith("127.") and host != "localhost" else None
     number, token = secrets.randbits(63), secrets.token_hex(16)
-    shared = _in_memory(folder.name) if slab_bytes and not host else None
+    shared = None if host else _in_memory(folder.name)
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
     started = Launch(job)
     started.start_manager()

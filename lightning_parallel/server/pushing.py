@@ -33,7 +33,7 @@ class Pushing:
         self.view = m.View()
         self.clock: int | None = None  # finished iterations; None before the first pull
         self.seq = 0
-        self.keys = range(rules.layout.num_ranges)
+        self.keys = tuple(range(rules.layout.num_ranges))
         self.unacked: dict[int, dict[int, m.Push]] = {key: {} for key in self.keys}
         self._sent_keys = SentKeys()
         self._others = dict.fromkeys(self.keys, 0)

@@ -22,6 +22,8 @@ from lightning_parallel.server import messages as m
 from lightning_parallel.server.filters import decode
 from lightning_parallel.server.layout import Layout
 
+Shown = tuple[Tensor, dict[int, m.Rows]]  # the whole vector, and of each range what it holds, its values a slice
+
 
 @dataclass(frozen=True)
 class Result:
@@ -72,6 +74,10 @@ class Reading:
         if rows.request == self.request:
             self.rows[rows.key] = rows
         return len(self.rows) == len(self.keys)
+
+    def suits(self, rows: m.Rows) -> bool:
+        """Whether a range holds what the reader must see."""
+        return rows.minimum >= self.need and rows.seqs.get(self.worker, 0) >= self.own
 
     def place(self, rows: m.Rows, layout: Layout) -> Tensor | None:
         """Memory for the values of an answer, given without them: its slice of the whole; each slice is given once."""

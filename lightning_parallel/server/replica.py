@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_parallel.server.chain import MANAGER, Place
+from lightning_parallel.server.chain import MANAGER, NoBoard, Place
 from lightning_parallel.server.filters.codec import fits
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.intake import Intake
@@ -40,8 +40,9 @@ class Replica(Place):
         rules: Rules,
         send: Callable[[str, Any], None],
         journal: Callable[[int, Entry], None] | None = None,
+        board: NoBoard | None = None,
     ) -> None:
-        super().__init__(me, part, rules, send, journal)
+        super().__init__(me, part, rules, send, journal, board)
         self.intake = Intake(part, rules)
         self._held_told: tuple[int, int] | None = None
 
