@@ -19,15 +19,18 @@ from pathlib import Path
 
 import torch
 
+from lightning_parallel.server.caller import Caller
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
 from lightning_parallel.server.filters import Filters, Float32
+from lightning_parallel.server.helper import Helper
 from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.roster import RosterLog
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
 from lightning_parallel.server.transport.board import Board, Boards, has_boards
+from lightning_parallel.server.transport.errands import Coordination, Helping
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 from lightning_parallel.server.transport.session import Session
@@ -67,7 +70,7 @@ class Job:
     keys: Keys | None = None
     shared: Path | None = None
 
-    def node(self, machine: Manager | Server | Client, endpoint: str = "", slab: Slab | None = None) -> Node:
+    def node(self, machine: Manager | Server | Client | Caller, endpoint: str = "", slab: Slab | None = None) -> Node:
         """Sockets for a state machine of the job."""
         most = 64 * self.rules.layout.size + (1 << 20)
         endpoint = endpoint or self.endpoint(machine.address)
@@ -102,6 +105,14 @@ class Job:
         if self.has_boards:
             client.look = Boards(self.shared or self.folder, self.rules.layout, self.rules.lease).look
         return Session(self.node(client, slab=self.slab(client.address)), timeout)
+
+    def coordinate(self, name: str = "coordinator", timeout: float = 120.0) -> Coordination:
+        """A coordinator's end of the job; call ``start`` on it."""
+        return Coordination(self.node(Caller(f"{name}.{secrets.token_hex(4)}", self.rules, self.token)), timeout)
+
+    def help(self, name: str, timeout: float = 120.0) -> Helping:
+        """A helper's end of the job; call ``start`` on it."""
+        return Helping(self.node(Helper(f"{name}.{secrets.token_hex(4)}", self.rules, self.token)), timeout)
 
     def serve(self, name: str, log: Path | None = None) -> None:
         """Be a server until the manager says that this one is gone.

@@ -29,6 +29,7 @@ _ACTIONS: dict[type, Callable[[Replica, str, Any, float], None]] = {
     m.Seed: lambda replica, source, body, now: replica.on_seed(body, now),
     m.Begin: lambda replica, source, body, now: replica.on_begin(body, now),
     m.Call: lambda replica, source, body, now: replica.on_call(source, body, now),
+    m.Read: lambda replica, source, body, now: replica.on_read(source, body),
     m.Hold: lambda replica, source, body, now: replica.on_hold(body, now),
     m.At: lambda replica, source, body, now: replica.on_at(source, body, now),
     m.Drain: lambda replica, source, body, now: replica.on_drain(now),

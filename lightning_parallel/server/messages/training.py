@@ -129,10 +129,21 @@ class Nack:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """Asks the tail for a named vector as it is in a batch, see ``helper.py``."""
+
+    key: int
+    request: int
+    name: str
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
-    """What a call came to."""
+    """What a call came to, or the vector that was asked for, or why there is neither."""
 
     key: int
     request: int
     value: float
     values: Tensor | None = None
+    refusal: str = ""
