@@ -144,7 +144,7 @@ class Client(Pushing):
                 return
         if not reading.agrees(self.rules.one_version):
             self.blocked += 1
-            self._ask(reading.hold(self._request()))
+            self._ask(reading.again(self._request()))
             return
         self.result, self.reading = reading.result(self.rules.layout), None
         assert self.result.minimum >= reading.need, "a server answered too early"

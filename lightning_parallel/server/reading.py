@@ -1,18 +1,19 @@
 """One pull of all ranges, so that it holds the same pushes in each.
 
-    ask      every tail answers by itself; if all hold the same pushes, that is the answer
-    hold     else the heads are held, one after the other in the order of ranges, so that two readers never wait in a
-    circle at       the least version that has all they have is named; each head lets in what is missing and marks the
-    place in its
-             history, where the tail answers
+    ask       every tail answers by itself; if all hold the same pushes, that is the answer
+    catch up  else those that lack what others have are asked again, to answer once they have it; a few times
+    hold      else the heads are held, the first range's before the others', so that two readers never wait in a circle
+    at        the least version that has all they have is named; each head lets in what is missing and marks the place
+              in its history, where the tail answers
 
-The one idea: what one range has, every other will get, since a worker pushes to all; so standing still a moment is
-enough. A worker that died while it pushed is the exception: its last push may be in some ranges only, and the result
-says so (``torn``). Left out: sending.
+The one idea: what one range has, every other will get, since a worker pushes to all; so waiting a moment is mostly
+enough, and standing still a moment always. A worker that died while it pushed is the exception: its last push may be in
+some ranges only, and the result says so (``torn``). Left out: sending.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +47,9 @@ class Result:
     versions: tuple[int, ...]
 
 
+CATCH_UPS = 3
+
+
 @dataclass
 class Reading:
     """The state of a pull.
@@ -65,6 +69,8 @@ class Reading:
     own: int
     rows: dict[int, m.Rows] = field(default_factory=dict)
     held: dict[int, m.Held] = field(default_factory=dict)
+    least: m.Seqs = field(default_factory=dict)  # what every range must have, since one had it
+    tries: int = 0  # times at which those that lacked something were asked again
     holds: bool = False  # whether the heads are asked to stand still
     slices: dict[int, Tensor] = field(default_factory=dict)  # of one vector, into which answers are received
     vector: Tensor | None = None
@@ -100,6 +106,17 @@ class Reading:
         """Whether all answers hold the same pushes, but for workers that are gone."""
         return not one_version or set(_differing(self.rows)) <= self._left
 
+    def again(self, request: int) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
+        """The answers disagree: the question to those that lack something, or, after a few times, to stand still."""
+        if self.tries == CATCH_UPS:
+            return self.hold(request)
+        self.tries, self.request = self.tries + 1, request
+        self.least = _union(rows.seqs for rows in self.rows.values())
+        gone = self._left
+        wanted = {worker: seq for worker, seq in self.least.items() if worker not in gone}
+        self.rows = {key: rows for key, rows in self.rows.items() if wanted.items() <= rows.seqs.items()}
+        return self.questions()
+
     def hold(self, request: int) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
         """Start over with the heads held: the question to the first of them."""
         self.request, self.rows, self.held, self.holds = request, {}, {}, True
@@ -111,25 +128,22 @@ class Reading:
         if held.request != self.request or held.key in self.held:
             return []
         self.held[held.key] = held
-        return self.questions()
+        return [] if 1 < len(self.held) < len(self.keys) else self.questions()
 
     def questions(self) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
         """What is asked now, and of which range."""
         missing = [key for key in self.keys if key not in self.rows]
         if not self.holds:
-            return [(key, m.Pull(key, self.worker, self.request, self.need, self.own)) for key in missing]
+            return [(key, m.Pull(key, self.worker, self.request, self.need, self.own, self.least)) for key in missing]
         if len(self.held) < len(self.keys):
-            key = self.keys[len(self.held)]
-            return [(key, m.Hold(key, self.worker, self.request))]
+            wanted = [key for key in self.keys if key not in self.held] if self.held else self.keys[:1]
+            return [(key, m.Hold(key, self.worker, self.request)) for key in wanted]
         return [(key, m.At(key, self.worker, self.request, self.target)) for key in missing]
 
     @property
     def target(self) -> m.Seqs:
         """The least version that has all pushes which any range has."""
-        target: m.Seqs = {}
-        for held in self.held.values():
-            target |= {worker: max(seq, target.get(worker, 0)) for worker, seq in held.seqs.items()}
-        return target
+        return _union(held.seqs for held in self.held.values())
 
     @property
     def _left(self) -> set[int]:
@@ -138,14 +152,20 @@ class Reading:
     def result(self, layout: Layout) -> Result:
         """The answer, once all rows are there."""
         rows = self.rows
-        seqs: m.Seqs = {}
-        for part in rows.values():
-            seqs |= {worker: max(seq, seqs.get(worker, 0)) for worker, seq in part.seqs.items()}
+        seqs = _union(part.seqs for part in rows.values())
         vector = self._join(layout)
         versions = tuple(sum(rows[key].seqs.values()) for key in sorted(rows))
         minimum = min(part.minimum for part in rows.values())
         torn = tuple(sorted(set(_differing(rows)) & self._left))
         return Result(vector, sum(seqs.values()), seqs, minimum, torn, versions)
+
+
+def _union(versions: Iterable[m.Seqs]) -> m.Seqs:
+    """The least version that has all pushes of some."""
+    union: m.Seqs = {}
+    for seqs in versions:
+        union |= {worker: max(seq, union.get(worker, 0)) for worker, seq in seqs.items()}
+    return union
 
 
 def _differing(rows: dict[int, m.Rows]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +20,15 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks for a range once the least clock is ``need`` and the worker's own push ``own`` is in it."""
+    """Asks for a range once the least clock is ``need``, the worker's own push ``own`` is in it, and all of ``least``,
+    worker -> seq."""
 
     key: int
     worker: int
     request: int
     need: int = 0
     own: int = 0
+    least: Seqs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
