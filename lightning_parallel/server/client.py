@@ -8,14 +8,13 @@ gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.filters import Filters
-from lightning_parallel.server.pushing import Pushing
+from lightning_parallel.server.pushing import Pushing, joined
 from lightning_parallel.server.reading import Reading, Result, Shown
 from lightning_parallel.server.rules import Rules
 
@@ -52,6 +51,7 @@ class Client(Pushing):
         self.leaving = False
         self.blocked = 0  # pulls that had to be asked more than once for one version
         self.looked = 0  # pulls that were answered by a look
+        self._behind: set[int] = set()  # ranges that let this worker in at an earlier clock than others
         self._cache: dict[int, m.Rows] = {}
         self._requests = 0
         self._lease_at = 0.0
@@ -79,7 +79,7 @@ class Client(Pushing):
         """A push and the pull after it; of a range on one server, both in one message."""
         pushes = self.push(vector, now, tick, lr, copy)
         self._asks(now)
-        return _joined([*pushes, *self._flush()])
+        return joined([*pushes, *self._flush()])
 
     def leave(self) -> list[m.Message]:
         """Go, in order: nobody waits for this worker any more."""
@@ -128,6 +128,8 @@ class Client(Pushing):
     def _rows(self, rows: m.Rows) -> None:
         assert self.worker is not None
         self._acked(rows.key, rows.seqs.get(self.worker, 0))  # what a tail answers is with all replicas
+        if self.clock is not None and rows.clocks.get(self.worker, 0) >= self.clock:
+            self._behind.discard(rows.key)
         if rows.request == -1:
             self._cache[rows.key] = rows
         elif self.reading is not None and self.reading.on_rows(rows):
@@ -137,9 +139,10 @@ class Client(Pushing):
         reading = self.reading
         assert reading is not None and self.worker is not None
         if self.clock is None:
-            clocks = [rows.clocks[self.worker] for rows in reading.rows.values()]
-            self.clock = max(clocks)
-            if min(clocks) < self.clock:
+            clocks = {key: rows.clocks[self.worker] for key, rows in reading.rows.items()}
+            self.clock = max(clocks.values())
+            self._behind = {key for key, clock in clocks.items() if clock < self.clock}
+            if self._behind:
                 self._begin()  # the ranges have to hear of it first
                 return
         if not reading.agrees(self.rules.one_version):
@@ -182,7 +185,7 @@ class Client(Pushing):
 
     def _ask(self, questions: Iterable[tuple[int, m.Body]]) -> None:
         if self.seq == 0 and self.clock is not None and self.worker is not None:
-            for key in self.keys:
+            for key in sorted(self._behind):
                 self._to_head(key, m.Begin(key, self.worker, self.clock))
         for key, question in questions:
             place = -1 if isinstance(question, m.Pull) else 0
@@ -235,17 +238,3 @@ class Client(Pushing):
     def _request(self) -> int:
         self._requests += 1
         return self._requests
-
-
-def _joined(messages: list[m.Message]) -> list[m.Message]:
-    """Pulls that go where a push of the same range goes, inside of it."""
-    pulls = {(one.target, one.body.key): one.body for one in messages if isinstance(one.body, m.Pull)}
-    joined = []
-    for one in messages:
-        body = one.body
-        if isinstance(body, m.Push):
-            pull = pulls.pop((one.target, body.key), None)
-            joined.append(one if pull is None else replace(one, body=replace(body, pull=pull)))
-        elif not isinstance(body, m.Pull) or (one.target, body.key) in pulls:
-            joined.append(one)
-    return joined

@@ -104,7 +104,8 @@ class Reading:
 
     def agrees(self, one_version: bool) -> bool:
         """Whether all answers hold the same pushes, but for workers that are gone."""
-        return not one_version or set(_differing(self.rows)) <= self._left
+        differing = _differing(self.rows) if one_version else []
+        return not differing or self._left.issuperset(differing)
 
     def again(self, request: int) -> list[tuple[int, m.Pull | m.Hold | m.At]]:
         """The answers disagree: the question to those that lack something, or, after a few times, to stand still."""
@@ -156,7 +157,8 @@ class Reading:
         vector = self._join(layout)
         versions = tuple(sum(rows[key].seqs.values()) for key in sorted(rows))
         minimum = min(part.minimum for part in rows.values())
-        torn = tuple(sorted(set(_differing(rows)) & self._left))
+        differing = _differing(rows)
+        torn = tuple(sorted(self._left.intersection(differing))) if differing else ()
         return Result(vector, sum(seqs.values()), seqs, minimum, torn, versions)
 
 
@@ -169,7 +171,8 @@ def _union(versions: Iterable[m.Seqs]) -> m.Seqs:
 
 
 def _differing(rows: dict[int, m.Rows]) -> list[int]:
-    if len(rows) < 2:
+    first, *others = rows.values()
+    if all(part.seqs == first.seqs for part in others):
         return []
     workers = {worker for part in rows.values() for worker in part.seqs}
     return [w for w in workers if len({part.seqs.get(w, 0) for part in rows.values()}) > 1]
