@@ -20,8 +20,8 @@ def counting(**options) -> Rules:
     return Rules(Layout(SIZE, 2), AddDelta(), scale="sum", **options)
 
 
-def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> None:
-    """Push a 1 into this worker's own element, ``steps`` times; tell how many pushes are acknowledged."""
+def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None, stops: bool = False) -> None:
+    """Push a 1 into this worker's own element, ``steps`` times; tell how many pushes are acknowledged, and stop."""
     torch.set_num_threads(1)
     session = job.join(name).start(torch.zeros(SIZE))
     try:
@@ -30,6 +30,8 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
             if step == hold_at:
                 session.settle()
                 pipe.send(("at", session.client.worker, step))
+                if stops:
+                    os.kill(os.getpid(), signal.SIGSTOP)
             push = torch.zeros(SIZE)
             push[session.client.worker - 1] = push[4 + session.client.worker - 1] = 1
             session.push(push)
@@ -46,11 +48,12 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
 class Workers:
     """Forked workers of a job and what they say."""
 
-    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None, first: int = 0):
+    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None, first: int = 0, stops: int = -1):
         self.pipes, self.processes = [], []
         for index in range(first, first + num):
             ours, theirs = _fork.Pipe()
-            process = _fork.Process(target=count, args=(job, f"w{index}", steps, theirs, hold_at), daemon=True)
+            args = (job, f"w{index}", steps, theirs, hold_at, index == stops)
+            process = _fork.Process(target=count, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -151,9 +154,8 @@ def test_a_manager_that_is_killed_and_started_again_goes_on():
 
 def test_a_worker_that_is_stopped_past_its_lease_is_fenced():
     with launch(counting(consistency=SSP(0)), 1, 2) as started:
-        workers = Workers(started.job, steps=6, hold_at=2)
+        workers = Workers(started.job, steps=6, hold_at=2, stops=0)
         workers.hear(0), workers.hear(1)
-        os.kill(workers.processes[0].pid, signal.SIGSTOP)
         kind, worker, vector, seqs = workers.hear(1)  # goes on once the lease of the other has ended
         os.kill(workers.processes[0].pid, signal.SIGCONT)
         said = workers.hear(0)
