@@ -236,3 +236,12 @@ def test_curve_keys_work_and_are_needed():
         workers = Workers(started.job, steps=3, num=1)
         assert workers.hear(0)[0] == "done"
         workers.end()
+
+
+def test_who_cannot_join_leaves_no_sockets_open():
+    """Warnings of sockets that nobody closed are errors."""
+    with launch(counting(), 1, 2) as started:
+        session = started.job.join("w0", timeout=0.3)  # the job waits for a second worker
+        with pytest.raises(TimeoutError, match=r"w0\..* got no answer in 0\.3 s"):
+            session.start()
+        assert session.node.context.closed

@@ -45,6 +45,14 @@ class Driver:
     def _settle(self) -> None:
         """What must be over before this process may leave."""
 
+    def _enter(self, start: Callable[[float], list[Message]]) -> None:
+        """Join the job; sockets of one that cannot be joined are closed."""
+        try:
+            self._do(start, lambda: self._machine.view.number > 0)
+        except BaseException:
+            self.node.close()
+            raise
+
     def close(self) -> None:
         """Leave in order: nobody waits for this worker any more."""
         try:

@@ -32,7 +32,7 @@ class Errands(Driver):
         self.caller = node.machine
 
     def _start(self, initial: Tensor | None) -> None:
-        self._do(self.caller.start, lambda: self.caller.view.number > 0)
+        self._enter(self.caller.start)
         if initial is not None:
             self._do(lambda now: self.caller.seed(initial))
         self._thread.start()

@@ -27,7 +27,7 @@ class Session(Driver):
 
     def start(self, initial: Tensor | None = None) -> Session:
         """Join the job and offer first weights; the first that come count."""
-        self._do(lambda now: self.client.start(now), lambda: self.client.view.number > 0)
+        self._enter(self.client.start)
         if initial is not None:
             self._do(lambda now: self.client.seed(initial))
         self._thread.start()
