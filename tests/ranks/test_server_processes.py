@@ -1,5 +1,6 @@
 """The parameter server as real processes: killed, stopped, started again; over ipc, TCP and shared memory."""
 
+import itertools
 import os
 import signal
 
@@ -119,21 +120,33 @@ def kill(launched: Launch, name: str) -> None:
     process.join()
 
 
-def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
+def kill_in_the_middle(dead: int, servers: tuple[str, str]) -> None:
+    """A worker and two of four servers; the other workers go on, and no acknowledged push is lost."""
     with launch(counting(consistency=SSP(2)), 4, 3) as started:
         workers = Workers(started.job, steps=30, num=3, hold_at=8)
         held = [workers.hear(index) for index in range(3)]  # each has 8 pushes acknowledged
-        kill(started, "s1")
-        kill(started, "s2")
-        os.kill(workers.processes[0].pid, signal.SIGKILL)
-        said = [workers.hear(index) for index in (1, 2)]
+        kill(started, servers[0])
+        kill(started, servers[1])
+        os.kill(workers.processes[dead].pid, signal.SIGKILL)
+        said = [workers.hear(index) for index in range(3) if index != dead]
         workers.end()
-    victim = held[0][1]
+    victim = held[dead][1]
     last = max(said, key=lambda one: sum(one[3].values()))
     for kind, worker, _, seqs in said:
         assert kind == "done" and seqs[worker] == 30
     assert_counts(last[2], last[3])
     assert min(last[2][victim - 1], last[2][4 + victim - 1]) >= 8  # it may have died in a push
+
+
+def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
+    kill_in_the_middle(0, ("s1", "s2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", range(3))
+@pytest.mark.parametrize("servers", list(itertools.combinations(("s0", "s1", "s2", "s3"), 2)), ids="-".join)
+def test_killing_any_worker_and_any_two_servers_loses_no_acknowledged_update(dead, servers):
+    kill_in_the_middle(dead, servers)
 
 
 def test_a_manager_that_is_killed_and_started_again_goes_on():
