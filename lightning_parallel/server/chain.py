@@ -154,6 +154,8 @@ class Place:
         for lsn in [lsn for lsn in self.sent if lsn <= committed.lsn]:
             self.acked |= {worker: mark[0] for worker, mark in self.sent.pop(lsn).marks.items()}
         self.committed = max(self.committed, committed.lsn)
+        if self.committed >= self.part.lsn:  # what was never in `sent`, such as what came as a copy, is with all too
+            self.acked |= self.part.seqs
         self._set_timer(now)
 
     def wake(self, now: float) -> None:
