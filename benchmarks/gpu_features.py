@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -182,9 +183,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if ACCELERATOR == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with tempfile.TemporaryDirectory() as folder:
-        shared = os.environ.get("SHARED", folder)
-        held = compare([name for name in FEATURES if any(part in name for part in only)], shared)
+    folder = Path(tempfile.gettempdir()) / f"gpu_features_{os.getppid()}"  # of this launch's ranks
+    try:
+        held = compare([name for name in FEATURES if any(part in name for part in only)], str(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(not held)
 
 

@@ -5,9 +5,9 @@
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches over all GPUs. `HybridStrategy` with
 all GPUs along one axis: `tp` beside DTensor's plan with a parallel loss, `dp-zero3` beside FSDP2 with reshard (ours
-gathers for every micro-batch too; `dp-zero3-step` gathers once a step), `pp` beside torch's 1F1B. With --lightning
-also Lightning's ModelParallelStrategy beside the same bare loop, so that the two ratios can be compared. Beside the
-ratio: our peak memory on the fullest GPU, states included, and what the formula gives for the states.
+gathers for every micro-batch too; `dp-zero3-step` gathers once a step), `pp` beside torch's 1F1B. With --lightning it
+is Lightning's ModelParallelStrategy beside the same bare loops, in a process of its own. Beside the ratio: our peak
+memory on the fullest GPU, states included, and what the formula gives for the states.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class States(Callback):
     """Of our last step: peak memory less what the peer holds, and the formula's bytes of states, fullest rank."""
 
     def __init__(self) -> None:
-        self.peak, self.formula = 0.0, 0.0
+        self.peak, self.formula, self.others = 0.0, 0.0, 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.others = -torch.cuda.memory_allocated()
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--schedule", default="1f1b", help="of layout pp")
     parser.add_argument("--cuda-graphs", action="store_true", help="in layout pp")
-    parser.add_argument("--lightning", action="store_true", help="Lightning's ModelParallelStrategy too")
+    parser.add_argument("--lightning", action="store_true", help="Lightning's ModelParallelStrategy in place of ours")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -171,11 +171,11 @@ def main() -> None:
     for shape in args.tokens:
         for layout in args.layouts:
             comparison = Comparison(layout, shape, args)
-            comparison.ours()
-            torch.cuda.empty_cache()
-            if args.lightning and layout != "pp":
+            if args.lightning:
                 comparison.by_lightning()
-                torch.cuda.empty_cache()
+            else:
+                comparison.ours()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

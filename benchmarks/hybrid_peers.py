@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 
@@ -80,11 +80,17 @@ LAYOUTS: dict[str, tuple[Callable[[GPT, DeviceMesh], None], Callable[[], Abstrac
 }
 
 
+def unmixed(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters as groups of an optimizer, of which one kernel takes DTensors or none."""
+    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
+    return [{"params": ps} for ps in (cut, [p for p in model.parameters() if not isinstance(p, DTensor)]) if ps]
+
+
 def loop_step(layout: str, model: GPT, mesh: DeviceMesh, parts: list[Tensor]) -> Step:
     """All micro-batches and one step of AdamW in a bare loop; the model is cut in place."""
     apply, context = LAYOUTS[layout]
     apply(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=parts[0].is_cuda)
+    optimizer = torch.optim.AdamW(unmixed(model), lr=1e-4, fused=parts[0].is_cuda)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -109,6 +115,9 @@ class ByLightning(WithLoss):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         with LAYOUTS[self.layout][1]():
             return self(batch["input_ids"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(unmixed(self), lr=1e-4, fused=True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with LAYOUTS[self.layout][1]():

@@ -1,13 +1,14 @@
 """What staleness buys and costs with stragglers: SSP, async, Downpour and DDP beside BSP and beside a virtual clock.
 
-    python benchmarks/ssp_stragglers.py [--kind transient|permanent|extreme] [--steps 150] [--unit-ms 50]
+    python benchmarks/ssp_stragglers.py [--kind transient|permanent|extreme] [--steps 150] [--unit-ms 50] [--seeds 5]
 
 Four workers train a perceptron on digits. A step lasts one unit, and is drawn longer: *transient*: 5 % of steps take 10
 units more; *permanent*: worker 0 takes 4 units for every step; *extreme*: 10 % of steps take 40 units more. A step
 sleeps for what its computation leaves of its time, so that a busy machine changes the ratios little. Speed is steps of
 all workers by time; beside it stands what the recursion start[p][c] = max(end[p][c-1], all ends of clock c-s-1) makes
 of the same draws. Loss is of the validation rows after the run; time to a loss is when the mean of the last 40 steps'
-losses, of all workers, is below it.
+losses, of all workers, is below it. With several seeds (of draws, weights and order of rows) each number is a mean,
+with its standard deviation.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -151,6 +154,49 @@ def strategies() -> dict[str, tuple[Any, int | None]]:
     }
 
 
+def rounds(arguments: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, Row]]:
+    """Every run with every seed: its name, and its numbers beside those of that seed's BSP."""
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        units = durations(arguments.kind, arguments.steps, seed)
+        found: dict[str, Outcome] = {}
+        for name in [*names, "bsp"]:  # BSP twice, since all else is compared with it
+            again = fit(strategies()[name][0](), units, arguments.unit_ms / 1e3, arguments.loss, seed)
+            print(f"seed {seed}, {name}: {again.seconds:.1f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+            found[name] = min(again, found.get(name, again), key=lambda outcome: outcome.seconds)
+        for name, outcome in found.items():
+            speed = found["bsp"].seconds / outcome.seconds
+            promised = oracle(units, 0) / oracle(units, strategies()[name][1])
+            step = outcome.seconds / arguments.steps
+            yield name, Row(step, speed, promised, speed / promised - 1, outcome.to_loss, outcome.loss)
+
+
+class Row(NamedTuple):
+    """Of one run with one seed."""
+
+    step: float  # seconds
+    speed: float  # times BSP's
+    promised: float  # by the virtual clock
+    off: float
+    to_loss: float | None  # seconds
+    loss: float
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Mean and sample standard deviation; how many there are where some are missing.
+
+    Example:
+        >>> spread([1.0, 3.0], ".1f"), spread([2.0, None], ".1f"), spread([None], ".1f")
+        ('2.0 ± 1.4', '2.0 (1 of 2)', '-')
+    """
+    there = [value for value in values if value is not None]
+    if not there:
+        return "-"
+    text = format(mean(there), form)
+    if len(there) > 1:
+        text += f" ± {format(stdev(there), form).lstrip('+')}"
+    return text if len(there) == len(values) else f"{text} ({len(there)} of {len(values)})"
+
+
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -158,30 +204,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--unit-ms", type=float, default=50.0)
     parser.add_argument("--loss", type=float, default=0.35, help="time to which loss")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--only", nargs="*", help="names of runs")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    units = durations(arguments.kind, arguments.steps, arguments.seed)
-    print(f"{arguments.kind}, {WORKERS} workers, {arguments.steps} steps, unit {arguments.unit_ms} ms, seed", end=" ")
-    print(f"{arguments.seed}, load {os.getloadavg()[0]:.1f}")
-    wanted = [name for name in strategies() if not arguments.only or name in (*arguments.only, "bsp")]
-    found: dict[str, Outcome] = {}
-    for name in [*wanted, "bsp"]:  # BSP twice, since all else is compared with it
-        again = fit(strategies()[name][0](), units, arguments.unit_ms / 1e3, arguments.loss, arguments.seed)
-        print(f"{name}: {again.seconds:.1f} s, load {os.getloadavg()[0]:.1f}", flush=True)
-        found[name] = min(again, found.get(name, again), key=lambda outcome: outcome.seconds)
+    print(f"{arguments.kind}, {WORKERS} workers, {arguments.steps} steps, unit {arguments.unit_ms} ms, seeds", end=" ")
+    print(f"{arguments.seed} to {arguments.seed + arguments.seeds - 1}, load {os.getloadavg()[0]:.1f}")
+    names = [name for name in strategies() if not arguments.only or name in (*arguments.only, "bsp")]
+    rows: dict[str, list[Row]] = {}
+    for name, row in rounds(arguments, names):
+        rows.setdefault(name, []).append(row)
     print("| run | s/step | x BSP | virtual clock | off by | s to loss | final loss |\n|---|---|---|---|---|---|---|")
-    for name, outcome in found.items():
-        speed = found["bsp"].seconds / outcome.seconds
-        promised = oracle(units, 0) / oracle(units, strategies()[name][1])
-        reached = "-" if outcome.to_loss is None else f"{outcome.to_loss:.1f}"
-        print(
-            f"| {name} | {outcome.seconds / arguments.steps:.4f} | {speed:.2f} | {promised:.2f}"
-            f" | {speed / promised - 1:+.1%} | {reached} | {outcome.loss:.3f} |"
-        )
+    for name, of in rows.items():
+        columns = zip(zip(*of, strict=True), (".4f", ".2f", ".2f", "+.1%", ".1f", ".3f"), strict=True)
+        print(f"| {name} | {' | '.join(spread(values, form) for values, form in columns)} |")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ class StalenessMonitor(Callback):
             return
         source.everyone(None)  # now all updates of the epoch are in
         self._own += StalenessSums.of(source.take())
-        workers = dict(source.everyone((trainer.global_rank, self._own)))
+        everyone = dict(source.everyone((trainer.global_rank, self._own)))
+        workers = {rank: sums for rank, sums in everyone.items() if sums.reads} or everyone  # others do not read alone
         self.reading = StalenessReading(workers, source.staleness, self.distance, self.lipschitz)
         metrics = {key: torch.tensor(value, dtype=torch.float64) for key, value in self.reading.metrics().items()}
         pl_module.log_dict(metrics)

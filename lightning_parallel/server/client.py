@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.server import messages as m
@@ -49,6 +50,7 @@ class Client(Pushing):
         self.result: Result | None = None
         self.lost = False  # the lease ended: nothing that is pushed counts any more
         self.leaving = False
+        self.memory: Callable[[int], Tensor] = torch.empty  # where weights are received
         self.blocked = 0  # pulls that had to be asked more than once for one version
         self.looked = 0  # pulls that were answered by a look
         self._behind: set[int] = set()  # ranges that let this worker in at an earlier clock than others
@@ -167,7 +169,7 @@ class Client(Pushing):
         consistency = self.rules.consistency
         need = 0 if self.clock is None else consistency.need(self.clock)
         own = self.seq if consistency.own and self.clock is not None else 0
-        return Reading(self.worker, self._request(), self.keys, need, own)
+        return Reading(self.worker, self._request(), self.keys, need, own, self.memory)
 
     def _looks(self, now: float) -> bool:
         """Take what the tails show, where they would answer just that."""

@@ -12,9 +12,11 @@ import multiprocessing
 import pickle
 import secrets
 import signal
+import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -24,17 +26,20 @@ import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.client import Client
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.launcher import Job, Launch, launch
 from lightning_parallel.server.messages import Copy, Entry
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 
 _KEPT = 1 << 18  # pushes whose order is remembered
-_ANSWER_S = 60.0
+_ANSWER_S, _LOOK_S = 60.0, 0.02
 Came = tuple[int, int, int, int]  # worker, its push, whether that held anything, whether it was dropped
+Seen = tuple[int, dict[int, int], tuple[int, ...]]  # entries of a range, pushes of each worker, workers that are gone
 _fork = multiprocessing.get_context("fork")
 
 
@@ -65,6 +70,10 @@ class Hosting:
 
     started: Launch
     _lines: dict[str, Connection] = field(default_factory=dict)
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+    _retiring: list[threading.Thread] = field(default_factory=list)
+    _successors: list[Client] = field(default_factory=list)  # of workers that died
+    _is_over: bool = False
 
     @property
     def job(self) -> Job:
@@ -87,7 +96,11 @@ class Hosting:
             found |= entries
         return found
 
-    def _ask(self, *question: Any) -> Iterator[Any]:
+    def _ask(self, *question: Any) -> list[Any]:
+        with self._asking:
+            return list(self._answers(question))
+
+    def _answers(self, question: tuple[Any, ...]) -> Iterator[Any]:
         for name, line in list(self._lines.items()):
             try:
                 line.send_bytes(pickle.dumps(question))
@@ -97,13 +110,40 @@ class Hosting:
             except (EOFError, OSError):
                 self._lines.pop(name).close()  # it died, and others have its ranges
 
-    def retire(self, worker: str) -> None:
-        """Have a worker that died counted no more, without waiting for its lease: another takes its name, and goes."""
-        threading.Thread(target=self._retire, args=(worker,), name=f"retire {worker}", daemon=True).start()
+    def retire(self, worker: str, number: int | None = None, then: Callable[[int], None] | None = None) -> None:
+        """Have a worker that died counted no more, without waiting for its lease: another takes its name, and goes.
 
-    def _retire(self, worker: str) -> None:
+        Args:
+            worker: its name.
+            number: under which servers know it.
+            then: called in a thread with the last of its pushes that is, and all before it are, in all ranges.
+        """
+        arguments = (worker, number, then or (lambda acknowledged: None))
+        thread = threading.Thread(target=self._retire, args=arguments, name=f"retire {worker}", daemon=True)
+        self._retiring.append(thread)
+        thread.start()
+
+    def _retire(self, worker: str, number: int | None, then: Callable[[int], None]) -> None:
+        acknowledged = 0
         with suppress(Exception):  # the run ends just now, or the lease is faster
-            self.job.join(worker, timeout=self.job.rules.lease).start().close()
+            session = self.job.join(worker, timeout=self.job.rules.lease)
+            self._successors.append(session.client)
+            session.client.lost = self._is_over
+            session.start().close()
+            acknowledged = 0 if number is None else self._came_to(number)
+        then(acknowledged)
+
+    def _came_to(self, number: int) -> int:
+        """How many pushes of a worker that is being let out are in all ranges, once no more can come."""
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            found: dict[int, Seen] = {}
+            for seen in self._ask("seen"):
+                found |= {key: max(one, found.get(key, one), key=_entries) for key, one in seen.items()}
+            if all(number in left for _, _, left in found.values()):
+                return min(seqs.get(number, 0) for _, seqs, left in found.values())
+            time.sleep(_LOOK_S)
+        return 0
 
     @property
     def lost(self) -> str | None:
@@ -119,15 +159,27 @@ class Hosting:
 
     def close(self) -> None:
         """End all processes."""
+        self._is_over = True
+        for client in self._successors:
+            client.lost = True
+        for thread in self._retiring:
+            thread.join(_ANSWER_S)
         for line in self._lines.values():
             line.close()
         self.started.__exit__()
 
 
-def host(beginning: Beginning) -> Hosting:
-    """Start a manager, and servers that hold the given ranges."""
+def host(beginning: Beginning, address: str = "", keys: Keys | None = None) -> Hosting:
+    """Start a manager, and servers that hold the given ranges.
+
+    Args:
+        beginning: of the job.
+        address: ``""`` if workers are on this host, else that by which others reach it.
+        keys: of a job whose workers are on several hosts.
+    """
     rules, count = beginning.rules, beginning.num_servers
-    hosting = Hosting(launch(rules, count, beginning.num_workers, colocated=True))
+    port = _free_port(address) if address else 0
+    hosting = Hosting(launch(rules, count, beginning.num_workers, address, port, colocated=True, keys=keys))
     addresses = [f"s{index}.{secrets.token_hex(4)}" for index in range(count)]
     ring = Ring(addresses)
     for address in addresses:
@@ -140,6 +192,16 @@ def host(beginning: Beginning) -> Hosting:
         hosting.started.processes[address] = process
         hosting._lines[address] = ours
     return hosting
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        return int(taken.getsockname()[1])
+
+
+def _entries(seen: Seen) -> int:
+    return seen[0]
 
 
 class Notes:
@@ -188,4 +250,7 @@ def _answer(server: Server, notes: Notes, line: Connection) -> None:
 def _answer_to(question: tuple, server: Server, notes: Notes) -> Mapping[int, Any]:
     if question[0] == "copies":
         return {key: replica.part.copy() for key, replica in list(server.replicas.items())}
+    if question[0] == "seen":
+        parts = [replica.part for replica in list(server.replicas.values())]
+        return {part.key: (part.lsn, dict(part.seqs), part.left) for part in parts}
     return notes.since(question[1])

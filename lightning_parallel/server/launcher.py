@@ -205,6 +205,7 @@ def launch(
     slab_bytes: int = 0,
     log: Path | None = None,
     colocated: bool = False,
+    keys: Keys | None = None,
 ) -> Launch:
     """Start a job's manager and servers.
 
@@ -217,11 +218,13 @@ def launch(
         slab_bytes: shared memory of each process, used with ipc.
         log: folder of the servers' logs.
         colocated: start no servers; workers do, with ``job.serve_in_thread``.
+        keys: made here where they are needed, if they are not given.
     """
     folder = Path(tempfile.mkdtemp(prefix="server-"))
     os.chmod(folder, 0o700)
     manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
-    keys = Keys.make() if host and not host.startswith("127.") and host != "localhost" else None
+    if keys is None and host and not host.startswith("127.") and host != "localhost":
+        keys = Keys.make()
     number, token = secrets.randbits(63), secrets.token_hex(16)
     shared = None if host else _in_memory(folder.name)
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)

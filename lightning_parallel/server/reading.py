@@ -13,7 +13,7 @@ some ranges only, and the result says so (``torn``). Left out: sending.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,7 @@ class Reading:
         keys: its ranges.
         need: the least clock that it must see.
         own: the reader's own push that it must see.
+        memory: where answers are received that come in one piece.
     """
 
     worker: int
@@ -67,6 +68,7 @@ class Reading:
     keys: tuple[int, ...]
     need: int
     own: int
+    memory: Callable[[int], Tensor] = torch.empty
     rows: dict[int, m.Rows] = field(default_factory=dict)
     held: dict[int, m.Held] = field(default_factory=dict)
     least: m.Seqs = field(default_factory=dict)  # what every range must have, since one had it
@@ -90,7 +92,7 @@ class Reading:
         if rows.request != self.request or rows.key not in self.keys or rows.key in self.slices:
             return None
         if self.vector is None:
-            self.vector = torch.empty(layout.size)
+            self.vector = self.memory(layout.size)
         start, end = layout.bounds[rows.key]
         self.slices[rows.key] = self.vector[start:end]
         return self.slices[rows.key]

@@ -22,6 +22,7 @@ from lightning_parallel.server.layout import Layout
 from lightning_parallel.server.updates import State, Update
 
 Group = Sequence[Tensor]
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,17 @@ class Table:
         """The flat vector and its ranges, all of one length."""
         return Layout(self.num_ranges * sum(self.widths), self.num_ranges)
 
-    def pack(self, groups: Sequence[Sequence[Tensor | None]]) -> Tensor:
-        """One float32 vector on the host, zeros where a tensor is None."""
-        flat = [self._column(group, index) for index, group in enumerate(groups)]
+    def pack(self, groups: Sequence[Sequence[Tensor | None]], device: torch.device = _HOST) -> Tensor:
+        """One float32 vector, zeros where a tensor is None."""
+        flat = [self._column(group, index, device) for index, group in enumerate(groups)]
         return flat[0].reshape(-1) if len(flat) == 1 else torch.cat(flat, dim=1).reshape(-1)
 
-    def _column(self, group: Sequence[Tensor | None], index: int) -> Tensor:
+    def _column(self, group: Sequence[Tensor | None], index: int, device: torch.device = _HOST) -> Tensor:
         shapes = self.shapes[index]
-        parts = [_flat(tensor, shape) for tensor, shape in zip(group, shapes, strict=True)]
+        parts = [_flat(tensor, shape, device) for tensor, shape in zip(group, shapes, strict=True)]
         missing = self.num_ranges * self.widths[index] - sum(part.numel() for part in parts)
-        return torch.cat([*parts, torch.zeros(missing)]).view(self.num_ranges, self.widths[index])
+        padding = torch.zeros(missing, device=device)
+        return torch.cat([*parts, padding]).view(self.num_ranges, self.widths[index])
 
     def unpack(self, vector: Tensor) -> list[list[Tensor]]:
         """The tensors of a packed vector."""
@@ -96,10 +98,10 @@ def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _flat(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def _flat(tensor: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if tensor is None:
-        return torch.zeros(_count(shape))
-    return tensor.detach().to("cpu", torch.float32).reshape(-1)
+        return torch.zeros(_count(shape), device=device)
+    return tensor.detach().to(device, torch.float32).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """`ParameterServerStrategy`: weights and optimizer on servers, workers that wait for each other as little as wanted.
 
 The one idea: no default process group, since with one Lightning waits for rank 0 before every batch. A worker meets the
-others at the hub (`Line`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to servers alone
-(`ServerWorker`). Left out: several hosts.
+others at the hub (`MeetingStrategy`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to
+servers alone (`ServerWorker`). Left out: servers on other hosts than rank 0's.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -20,39 +22,38 @@ from torch.optim import Optimizer
 from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
+from lightning_parallel.server.island import Island
+from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.updates import Update
 from lightning_parallel.strategies.arguments import is_count, refuse_arguments
-from lightning_parallel.strategies.base import MeshStrategy, StartMethod
+from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
+from lightning_parallel.strategies.meeting import MeetingStrategy
+from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
+from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import SERVE
-from lightning_parallel.trainer.line import Line, first_of
+from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
+from lightning_parallel.trainer.line import JOIN, first_of
+from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
     Gather,
     average_into,
-    combined,
     connect_metrics,
     running_statistics,
 )
 from lightning_parallel.trainer.versions import Versions
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.strategies.strategy import TBroadcast
-
-# Hooks within a step, in which no worker waits for another.
-_IN_STEP = {
-    "training_step", "optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step",
-    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device",
-}  # fmt: skip
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import ClusterEnvironment
 
 
-class ParameterServerStrategy(MeshStrategy):
+class ParameterServerStrategy(MeetingStrategy):
     """Data parallelism through parameter servers, synchronous or as stale as wanted.
 
     Every worker trains on its own rows, pushes its gradients to the servers and reads weights back. The servers make
@@ -75,6 +76,9 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: "async" and "downpour": steps from read to read; in between a worker follows its own gradients.
         scale: "mean" divides pushes by the number of workers, "sum" does not.
         lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
+        island_size: ranks, one behind the other, that step together as under DistributedDataParallel and are one worker
+            to the servers; staleness is between islands.
+        restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start.
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
         **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
 
@@ -103,6 +107,8 @@ class ParameterServerStrategy(MeshStrategy):
         n_fetch: int = 1,
         scale: Literal["mean", "sum"] = "mean",
         lease: float = 10.0,
+        island_size: int = 1,
+        restarts: int = 0,
         start_method: StartMethod = "fork",
         **kwargs: Any,
     ) -> None:
@@ -115,33 +121,37 @@ class ParameterServerStrategy(MeshStrategy):
             staleness=(staleness, staleness is None or is_count(staleness, 0), "a count, 0 or more"),
             update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
+            restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
+            island_size=(island_size, is_count(island_size, 1), "a count, 1 or more"),
             **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
         )
         rule = rule_of(consistency, staleness)
         self.wishes = Wishes(
             rule, num_servers, replication, update, tuple(filters or ()), n_push, n_fetch, scale, lease
         )  # fmt: skip
+        if restarts and island_size > 1:
+            raise ValueError(
+                f"{type(self).__name__}(restarts={restarts}, island_size={island_size}): an island ends when a member"
+                " dies, and none begins in a run. Use restarts=0, or island_size=1."
+            )
+        self.restarts, self.island_size = restarts, island_size
+        self.island: Island | None = None
         self.worker: ServerWorker | None = None
+        self.rows: DealtRows | None = None
         self.versions: Versions | None = None
-        self._line: Line | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
+        self._job: Job | None = None
+        self._hosts: Hosts | None = None
+        self._left_behind: list[dict[str, Any]] = []  # by the workers of a checkpoint
         self._undo: Callable[[], None] | None = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    def axes(self) -> Mapping[str, int]:
-        return {"data": self.world_size}
-
-    def axis_size(self, axis: str) -> int:
-        return self.world_size if axis == "data" else 1
-
-    def axis_rank(self, axis: str) -> int:
-        return self.global_rank if axis == "data" else 0
-
     @property
-    def is_distributed(self) -> bool:
-        return self.world_size > 1
+    def num_islands(self) -> int:
+        """Workers that the servers see."""
+        return self.world_size // self.island_size
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -151,32 +161,53 @@ class ParameterServerStrategy(MeshStrategy):
 
         environment = self.cluster_environment
         if self.start_method == "popen" or (environment is not None and environment.creates_processes_externally):
+            if self.restarts:
+                raise ValueError(
+                    f"{type(self).__name__}(restarts={self.restarts}) starts workers again, but here others start them."
+                    ' Use start_method="fork" or "spawn" without torchrun, or restarts=0.'
+                )
             self._launcher = make_launcher(self)
         else:
-            self._launcher = WorkerLauncher(self, self.start_method)
-
-    def open_line(self, line: Line) -> None:
-        """Called by the launcher in a worker's process, before anything else."""
-        self._line = line
+            self._launcher = WorkerLauncher(self, self.start_method, self.restarts, self.island_size)
 
     def setup_environment(self) -> None:
-        if self.num_nodes > 1:
-            raise ValueError(f"{type(self).__name__} runs on one host, got num_nodes={self.num_nodes}.")
+        if self.num_nodes > 1 and self._line is not None:
+            raise ValueError(
+                f"{type(self).__name__}(start_method={self.start_method!r}) starts workers of one host, got"
+                f' num_nodes={self.num_nodes}. Use torchrun or SLURM, or start_method="popen".'
+            )
+        if self.num_processes % self.island_size:
+            raise ValueError(
+                f"{type(self).__name__}(island_size={self.island_size}) got {self.num_processes} devices, which are no"
+                f" whole number of islands. Use a multiple of {self.island_size}."
+            )
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
         if self._line is None:
             assert self.cluster_environment is not None
             if self._external is not None:
                 self._external.close()
-            self._external = ExternalHub(self.global_rank, self.world_size, self.cluster_environment.main_port)
+            self._external = self._external_hub(self.cluster_environment)
             self._line = self._external.line
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):
             launcher.joined(self.watch)
 
+    def _external_hub(self, environment: ClusterEnvironment) -> ExternalHub:
+        rank, world, port = self.global_rank, self.world_size, environment.main_port
+        if self.num_nodes > 1:
+            self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
+        near = self.node_rank == 0
+        return ExternalHub(rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near)
+
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
+        assert self._line is not None
+        if self.island_size == 1:
+            self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        if self._line.is_new:
+            trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
 
     def model_to_device(self) -> None:
@@ -192,20 +223,82 @@ class ParameterServerStrategy(MeshStrategy):
         if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
             self._start()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Have the rows of training loaders dealt by the hub."""
+        if self.rows is not None and self._module.trainer.training:
+            self.rows.take(dataloader)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        if self.restarts and (self.rows is None or not self.rows.are_dealt):
+            raise ValueError(
+                f"{type(self).__name__}(restarts={self.restarts}): new workers join where rows are dealt to them, but"
+                " the training loader deals for itself, or evaluations come within epochs. Use one loader with"
+                " Lightning's sampler (use_distributed_sampler=True) and val_check_interval=1.0, or restarts=0."
+            )
+
     def _start(self) -> None:
         """Have servers started with rank 0's weights and optimizer state, and join them."""
         assert self._line is not None
         module, line = self._module, self._line
-        plan = self._plan = Plan(self.wishes, self.optimizers, self.world_size, type(self).__name__)
+        plan = self._plan = Plan(self.wishes, self.optimizers, self.num_islands, type(self).__name__)
+        if line.is_new:
+            return  # until it is let in
         begins = plan.beginning() if self.global_rank == 0 else None
-        job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
-        bound = gap_bound(self.wishes.consistency)
-        self.versions = Versions(self.world_size, bound, lambda since: line.ask("order", since), self.everyone)
-        worker = plan.join(job, self.global_rank, self.versions, self.timeout.total_seconds())
+        self._job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        if self._hosts is not None:
+            self._job = self._hosts.place(self._job, line.connection)
+        if self.island_size > 1:
+            self.island = self._found_island()
+        worker = self._take_part()
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()
         self.worker = worker
+
+    def _take_part(self, era: int = 0) -> ServerWorker:
+        assert self._line is not None and self._plan is not None and self._job is not None
+        line, bound = self._line, gap_bound(self.wishes.consistency)
+        self.versions = Versions(self.num_islands, bound, lambda since: line.ask("order", since), self.everyone)
+        worker = self._plan.join(
+            self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era, self.island
+        )
+        if self.rows is not None:
+            worker.before_push = self.rows.note
+        filters = worker.session.client.filters
+        if filters is not None and self._left_behind and not line.is_new:
+            own = self.global_rank // self.island_size
+            take_up(filters, self._plan.table, self._left_behind, own, self.num_islands, self.wishes.scale)
+        return worker
+
+    def _found_island(self) -> Island:
+        """Meet the other members of this worker's island, by a file that its first member names."""
+        assert self._line is not None
+        first, place = self.global_rank - self.global_rank % self.island_size, self.global_rank % self.island_size
+        path = tempfile.mkdtemp(prefix="island-") + "/store" if not place else None
+        path = self._line.meet("the islands", path)[first]
+        island = Island(path, place, self.island_size, self.root_device, self.timeout)
+        self._line.meet("the islands, connected")
+        if not place:
+            shutil.rmtree(Path(path).parent)
+        return island
+
+    def _welcome(self) -> int:
+        """Let new workers in, or be one; the epoch that begins. All go on from one clock."""
+        assert self._line is not None and self._plan is not None
+        trainer, rest = self._module.trainer, self._plan.not_held(self._module)
+        state = None
+        if self.global_rank == 0 and self.worker is not None:
+            state = (self._job, self.worker.era + 1, state_of(trainer, rest))
+        self._job, era, state = first_of(self._meet(JOIN, state), 0)
+        if self._line.is_new:
+            load_state(trainer, state)
+            worker = self._take_part(era)
+            self._line.is_new = False
+            worker.pull()
+            self.worker = worker
+        self._meet("the new workers' first read")
+        return trainer.current_epoch
 
     def teardown(self) -> None:
         failed = self.failed
@@ -220,7 +313,7 @@ class ParameterServerStrategy(MeshStrategy):
             if self.worker is not None:
                 self.worker.close(failed)
         finally:
-            self.worker, self.watch, self._line = None, None, None
+            self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
             if self._external is not None and failed:
                 self._external.close()
                 self._external = None
@@ -232,6 +325,10 @@ class ParameterServerStrategy(MeshStrategy):
             optimizer = self.worker.optimizer
             optimizer.load_state_dict(self.optimizer_state(optimizer))
 
+    def _step_aside(self) -> None:
+        if self.worker is not None:
+            self.worker.pause()
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -239,7 +336,24 @@ class ParameterServerStrategy(MeshStrategy):
         if self.worker is None or self._line is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._line.check()
-        return self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+        closure = self._averaging(closure)
+        result = self.worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
+        if self.rows is not None:
+            self.rows.after_step()
+        return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Lightning's closure, after which gradients are the island's: before they are clipped, as under DDP."""
+        island, worker = self.island, self.worker
+        if island is None or worker is None:
+            return closure
+
+        def run() -> Any:
+            value = closure()
+            island.average([parameter for group in worker.parameters for parameter in group])
+            return value
+
+        return run
 
     def on_validation_start(self) -> None:
         if self.worker is not None:
@@ -276,49 +390,16 @@ class ParameterServerStrategy(MeshStrategy):
         self._meet("the optimizer's state, read")
         return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
 
-    # -- what Lightning means by collectives ---------------------------------------------------------------------------
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write what Lightning dumped, and what every worker's filters left behind; every worker calls it."""
+        if self.worker is not None and "optimizer_states" in checkpoint:
+            filters = self.worker.session.client.filters
+            own = None if filters is None else left_behind(filters, self.worker.table)
+            if self.wishes.filters:
+                checkpoint[KEY] = {"left_behind": [other for other in self.everyone(own) if other is not None]}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _in_step(self) -> bool:
-        return getattr(self._module, "_current_fx_name", None) in _IN_STEP
-
-    def _meet(self, what: str, value: Any = None) -> dict[int, Any]:
-        """Wait for all workers that are still there, after having gone out of everybody's way."""
-        assert self._line is not None
-        if self.worker is not None:
-            self.worker.pause()
-        return self._line.meet(what, value)
-
-    def everyone(self, value: Any) -> list[Any]:
-        """The values of all workers that are still there, in the order of ranks; every worker calls it."""
-        return [value] if self._line is None else list(self._meet("values of all", value).values())
-
-    def all_gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, of any shapes."""
-        return [other.to(tensor.device) for other in self.everyone(tensor.detach().cpu())]
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Give every worker the object of rank `src`."""
-        if self._line is None:
-            return obj
-        return first_of(self._meet(f"an object of rank {src}", obj if self.global_rank == src else None), src)
-
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over workers; in a step it is the worker's own value, since there nobody waits."""
-        if not isinstance(tensor, Tensor) or self._line is None or self._in_step:
-            return tensor
-        return combined(self.all_gathered(tensor), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over workers, waiting for all of them even in a step; gradients stay with their worker."""
-        return tensor if self.world_size == 1 else torch.stack(self.all_gathered(tensor))
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) workers say yes; all stop at one clock."""
-        votes = self.everyone(decision)
-        return min(votes) if all else max(votes)
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._left_behind = checkpoint.get(KEY, {}).get("left_behind", [])
+        return checkpoint

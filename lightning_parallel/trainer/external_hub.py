@@ -1,7 +1,7 @@
 """A hub for workers that somebody else started (torchrun, SLURM, the script run once more): rank 0 forks it.
 
 The one idea: the same hub in a process of its own; workers of one host find it by a socket in a folder that only this
-user may enter. Left out: several hosts.
+user may enter, those of several hosts by ``hosts.py``. It and the servers are on rank 0's host.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from lightning_parallel.failure.party import lost
+from lightning_parallel.trainer.hosts import Hosts, accept, keep_alive
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 
@@ -34,17 +36,32 @@ class ExternalHub:
         world_size: workers.
         port: a number that the ranks of this launch share, and no other launch of this host.
         timeout: seconds for all to come.
+        island_size: workers that end together.
+        hosts: where there are several.
+        is_near: whether this worker is on rank 0's host.
 
     Raises:
         TimeoutError: the hub is not there in time.
     """
 
-    def __init__(self, rank: int, world_size: int, port: int, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        port: int,
+        timeout: float = 120.0,
+        island_size: int = 1,
+        hosts: Hosts | None = None,
+        is_near: bool = True,
+    ) -> None:
         _runs[port] = _runs.get(port, 0) + 1
         path = _folder() / f"{port}-{_runs[port]}"
         if rank == 0:
-            _start(path, world_size, timeout)
-        self.line = Line(_connect(path, rank, timeout), rank, reports=True)
+            listener = None if hosts is None else hosts.listen(world_size)
+            _start(path, listener, hosts, world_size, timeout, island_size)
+        connection = _connect(path, rank, timeout) if hosts is None else hosts.connect()
+        connection.send_bytes(pickle.dumps((rank, os.getpid() if is_near else None)))
+        self.line = Line(connection, rank, reports=True)
         _open.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
 
@@ -68,20 +85,22 @@ def _folder() -> Path:
     return folder
 
 
-def _start(path: Path, world_size: int, timeout: float) -> None:
+def _start(path: Path, listener: Listener | None, *arguments: Any) -> None:
     """Fork the hub as a child of nobody, since no rank shall wait for it: it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, world_size, timeout))
+    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, listener, *arguments))
     process.start()
     process.join()
+    if listener is not None:
+        listener.close()
 
 
-def _detach(path: Path, world_size: int, timeout: float) -> None:
+def _detach(path: Path, *arguments: Any) -> None:
     if os.fork() == 0:
         for connection in _open:  # of this rank's earlier runs, whose ends would not be seen
             connection.close()
         try:
-            _serve(path, world_size, timeout)
+            _serve(path, *arguments)
         finally:
             path.unlink(missing_ok=True)
             os._exit(0)
@@ -97,30 +116,33 @@ def _connect(path: Path, rank: int, timeout: float) -> Connection:
                 raise TimeoutError(f"rank {rank} waited {timeout} s for rank 0 to start the run") from error
             time.sleep(0.02)
         else:
-            connection.send_bytes(pickle.dumps((rank, os.getpid())))
             return connection
 
 
-def _serve(path: Path, world_size: int, timeout: float) -> None:
+def _serve(
+    path: Path, listener: Listener | None, hosts: Hosts | None, world_size: int, timeout: float, island_size: int
+) -> None:
     """What the hub's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines: dict[Connection, int] = {}
-    processes: dict[int, int] = {}
+    processes: dict[int, int | None] = {}
     signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
-    with Listener(str(path), "AF_UNIX", backlog=world_size) as listener:
+    with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
         while len(lines) < world_size:
-            line = listener.accept()
+            line = accept(listening)
             rank, processes[rank] = pickle.loads(line.recv_bytes())
             lines[line] = rank
+            if hosts is not None:
+                keep_alive(line)
     signal.alarm(0)
-    hub = Hub(lines)
+    hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]), hosts=hosts)
     try:
         _run(hub, processes)
     finally:
         hub.close()
 
 
-def _run(hub: Hub, processes: dict[int, int]) -> None:
+def _run(hub: Hub, processes: dict[int, int | None]) -> None:
     deadline = float("inf")
     while hub.lines and time.monotonic() < deadline:
         hub.turn(_LOOK_S)
@@ -128,5 +150,11 @@ def _run(hub: Hub, processes: dict[int, int]) -> None:
             deadline = min(deadline, time.monotonic() + _PATIENCE_S)
     for rank in hub.lines.values():  # a failure that they were not told of, since they wait for something else
         hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
+        _kill(processes[rank])
+
+
+def _kill(process: int | None) -> None:
+    """End a process of this host; one of another ends when its line does."""
+    if process is not None:
         with suppress(ProcessLookupError):
-            os.kill(processes[rank], signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)

@@ -1,74 +1,35 @@
 """Where workers without a process group meet: one process that knows who is still there.
 
-The one idea: whoever waits for the others says what for and gives a value; once all who are still there wait for the
-same, each is given all values. A worker that dies is not waited for, and that all wait for different things is seen at
-once. The same process starts the run's servers and asks them. Left out: several hosts.
+The one idea: whoever waits for the others says what for and gives a value (``meeting.py``). A worker that dies is not
+waited for, its rows are dealt to the others (``row_deals.py``), and that all wait for different things is seen at once.
+The same process starts the run's servers and asks them. Left out: processes.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
+import queue
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Hosting, host
+from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.trainer.hosts import Hosts
+from lightning_parallel.trainer.line import ROWS
+from lightning_parallel.trainer.meeting import Meeting
+from lightning_parallel.trainer.row_deals import Deals
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Meeting:
-    """Who is there, who waits, for what and with which value.
-
-    Args:
-        present: ranks that are awaited.
-
-    Example:
-        >>> meeting = Meeting({0, 1, 2})
-        >>> meeting.arrive(0, "a", "x"), meeting.arrive(2, "a", "z")
-        (None, None)
-        >>> meeting.leave(1)
-        {0: 'x', 2: 'z'}
-        >>> meeting.arrive(0, "b", None), meeting.circle()
-        (None, None)
-        >>> meeting.arrive(2, "c", None), meeting.circle()
-        (None, 'rank 0 waits for b; rank 2 waits for c')
-    """
-
-    present: set[int]
-    waiting: dict[int, tuple[str, Any]] = field(default_factory=dict)
-
-    def arrive(self, rank: int, what: str, value: Any) -> dict[int, Any] | None:
-        """A rank waits; the values of all, if it was the last of them."""
-        self.waiting[rank] = (what, value)
-        return self._take()
-
-    def leave(self, rank: int) -> dict[int, Any] | None:
-        """A rank is gone; the values of all others, if it was what they waited for."""
-        self.present.discard(rank)
-        self.waiting.pop(rank, None)
-        return self._take()
-
-    def _take(self) -> dict[int, Any] | None:
-        if not self.waiting or self.waiting.keys() != self.present or self.circle() is not None:
-            return None
-        values = {rank: self.waiting[rank][1] for rank in sorted(self.waiting)}
-        self.waiting.clear()
-        return values
-
-    def circle(self) -> str | None:
-        """What everybody waits for, where nobody can go on."""
-        if self.waiting.keys() != self.present or len({what for what, _ in self.waiting.values()}) < 2:
-            return None
-        return "; ".join(f"rank {rank} waits for {self.waiting[rank][0]}" for rank in sorted(self.waiting))
 
 
 class Hub:
@@ -77,14 +38,31 @@ class Hub:
     Args:
         lines: the connection to each rank.
         hint: says of a rank whose connection has ended how its process did.
+        restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
+        island_size: ranks that end together, one behind the other.
+        kill: ends the process of a rank.
+        hosts: where there are several, how they reach this one.
 
     Attributes:
         answers: what ranks returned in the end.
         failure: the first failure, as the bytes of a ``Failure``.
     """
 
-    def __init__(self, lines: dict[Connection, int], hint: Callable[[int], str] = lambda rank: "killed") -> None:
-        self.lines, self._hint = dict(lines), hint
+    def __init__(
+        self,
+        lines: dict[Connection, int],
+        hint: Callable[[int], str] = lambda rank: "killed",
+        restart: Callable[[int], Connection | None] = lambda rank: None,
+        island_size: int = 1,
+        kill: Callable[[int], None] = lambda rank: None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.lines, self._hint, self._restart = dict(lines), hint, restart
+        self._island_size, self._kill, self._hosts = island_size, kill, hosts
+        self.deals, self._numbers = Deals(), dict[int, int]()
+        self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
+        self._unsettled = 0
+        self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
         self.failure: bytes | None = None
@@ -101,8 +79,15 @@ class Hub:
                 self._gone(line, rank)
             else:
                 self._react(line, rank, *message)
+        while not self._settled.empty():
+            self._settle(*self._settled.get())
         if self.failure is None and self.hosting is not None and self.lines and (why := self.hosting.lost):
             self.fail(Failure(None, headline=why).to_bytes())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody is there who is not just about to be let in."""
+        return any(rank not in self.meeting.coming for rank in self.lines.values())
 
     def close(self) -> None:
         """End the servers."""
@@ -111,12 +96,21 @@ class Hub:
 
     def _react(self, line: Connection, rank: int, kind: Any, *rest: Any) -> None:
         if kind == "meet":
-            self._met(self.meeting.arrive(rank, *rest), rest[0])
+            self._met(self.meeting.arrive(rank, *rest))
         elif kind == "ask":
             assert self.hosting is not None
             self._say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
-        elif kind is False and rank != 0 and _is_fenced(rest[0]):
-            self._leave_behind(line, rank, f"it was silent for longer than its lease{self._lease}")
+        elif kind == "deal":
+            first = rest[0] not in self.deals.members
+            joins = first and self.meeting.coming
+            self._say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
+        elif kind == "more":
+            self._say(rank, "answer", self.deals.more(rank))
+        elif kind == "note":
+            self._numbers[rank] = rest[0]
+            self.deals.note(rank, *rest[1:])
+        elif kind is False and 0 not in self._island(rank) and (why := self._excused(rest[0])):
+            self._leave_behind(line, rank, why)
         elif kind is False:
             self._end(line, rank)
             self.fail(rest[0])
@@ -127,37 +121,77 @@ class Hub:
 
     def _end(self, line: Connection, rank: int) -> None:
         del self.lines[line]
-        what = next((what for what, _ in self.meeting.waiting.values()), "")
-        self._met(self.meeting.leave(rank), what)
+        self._met(self.meeting.leave(rank))
 
     def _gone(self, line: Connection, rank: int) -> None:
-        """A rank died. The others go on, but for rank 0, which has what the run is to return."""
+        """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
         hint = self._hint(rank)
-        if self.failure is None and (rank == 0 or self.hosting is None):
+        if self.failure is None and (0 in self._island(rank) or self.hosting is None):
             self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
         self._leave_behind(line, rank, hint)
 
     def _leave_behind(self, line: Connection, rank: int, why: str) -> None:
+        is_new = rank in self.meeting.coming
         if self.failure is None:
-            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are skipped.")
-        self._retire(rank)
+            dealt = "dealt to them" if self.deals.members else "skipped"
+            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
+        if not is_new:
+            self._retire(rank)
         self._end(line, rank)
+        for other, mate in list(self.lines.items()):
+            if self.failure is None and mate in self._island(rank):
+                self._kill(mate)
+                self._leave_behind(other, mate, f"rank {rank} of its island is")
+
+    def _island(self, rank: int) -> range:
+        first = rank - rank % self._island_size
+        return range(first, first + self._island_size)
+
+    def _excused(self, failure: bytes) -> str:
+        """Why the others go on without a worker that says it failed; empty if they do not."""
+        error = Failure.from_bytes(failure).error
+        errors = (error, getattr(error, "__cause__", None))
+        if any(isinstance(one, LeaseLostError) for one in errors):
+            return f"it was silent for longer than its lease{self._lease}"
+        if any(isinstance(one, SIGTERMException) for one in errors):
+            return "it was told to end, by SIGTERM"
+        return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
+
+    def _settle(self, rank: int, acknowledged: int) -> None:
+        """A worker that died has left the servers: deal what it leaves, and start another in its place."""
+        self._unsettled -= 1
+        self.deals.lost(rank, acknowledged, self.meeting.present)
+        line = self._restart(rank) if self.failure is None and self.deals.members else None
+        if line is not None:
+            self.lines[line] = rank
+            self.meeting.coming.add(rank)
+        if self._held is not None:
+            values, self._held = self._held, None
+            self._answer(values, ROWS)
 
     @property
     def _lease(self) -> str:
         return "" if self.hosting is None else f" of {self.hosting.job.rules.lease} s"
 
     def _retire(self, rank: int) -> None:
-        if self.hosting is not None:
-            self.hosting.retire(f"worker {rank}")
+        if self.hosting is not None and rank == self._island(rank)[0]:
+            self._unsettled += 1
+            then = lambda acknowledged: self._settled.put((rank, acknowledged))  # noqa: E731
+            self.hosting.retire(f"worker {rank}", self._numbers.pop(rank, None), then)
 
-    def _met(self, values: dict[int, Any] | None, what: str) -> None:
-        if values is None:
-            circle = self.meeting.circle()
-            if circle is not None:
-                text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
-                self.fail(Failure(None, headline=text).to_bytes())
+    def _met(self, values: dict[int, Any] | None) -> None:
+        if values is not None:
+            self._answer(values, self.meeting.met)
+        elif (circle := self.meeting.circle()) is not None:
+            text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
+            self.fail(Failure(None, headline=text).to_bytes())
+
+    def _answer(self, values: dict[int, Any], what: str) -> None:
+        if what == ROWS and self._unsettled:
+            self._held = values
             return
+        if what == ROWS:
+            values = {rank: pickle.dumps(self.deals.more(rank)) for rank in values}
         if what == SERVE:
             values = self._start(values)
         for rank in values:
@@ -165,11 +199,12 @@ class Hub:
 
     def _start(self, values: dict[int, Any]) -> dict[int, Any]:
         try:
-            self.hosting = host(pickle.loads(values[0]))
+            begins, hosts = pickle.loads(values[0]), self._hosts
+            self.hosting = host(begins) if hosts is None else host(begins, hosts.address, hosts.keys)
         except Exception as error:
             self.fail(Failure(0, where="the start of the servers", error=error).to_bytes())
             return {}
-        return dict.fromkeys(values, pickle.dumps(self.hosting.job))
+        return dict.fromkeys(values, pickle.dumps(replace(self.hosting.job, keys=None)))
 
     def fail(self, failure: bytes) -> None:
         """Tell everybody of the first failure of the run."""
@@ -185,9 +220,3 @@ class Hub:
 
     def _of(self, rank: int) -> Iterable[Connection]:
         return [line for line, other in self.lines.items() if other == rank]
-
-
-def _is_fenced(failure: bytes) -> bool:
-    """Whether a worker failed since servers count it for gone: it was stopped, and goes on now."""
-    error = Failure.from_bytes(failure).error
-    return isinstance(error, LeaseLostError) or isinstance(getattr(error, "__cause__", None), LeaseLostError)

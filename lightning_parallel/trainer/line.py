@@ -14,6 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.trainer.row_deals import Part
+
+JOIN, ROWS = "new workers", "the rows of dead workers"  # what all meet for, and the hub adds something to
 
 
 class Line:
@@ -23,10 +26,11 @@ class Line:
         connection: to the hub.
         rank: of this worker.
         reports: whether failures go to the hub from here; else the launcher sends them.
+        is_new: whether it joins a run that is under way; until it is let in, it meets nobody.
     """
 
-    def __init__(self, connection: Connection, rank: int, reports: bool = False) -> None:
-        self.connection, self.rank, self._reports = connection, rank, reports
+    def __init__(self, connection: Connection, rank: int, reports: bool = False, is_new: bool = False) -> None:
+        self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
         self.failure: Failure | None = None
         self.present: tuple[int, ...] = ()  # who was there when ranks met last
 
@@ -40,6 +44,8 @@ class Line:
 
     def meet_raw(self, what: str, value: Any = None) -> dict[int, bytes]:
         """Like `meet`, with values still pickled."""
+        if self.is_new and what != JOIN:
+            return {self.rank: pickle.dumps(value)}
         self._say("meet", what, pickle.dumps(value))
         found: dict[int, bytes] = self._hear("met")
         self.present = tuple(found)
@@ -49,6 +55,22 @@ class Line:
         """Have the hub ask the servers; see ``Hosting``."""
         self._say("ask", question, *arguments)
         return self._hear("answer")
+
+    def deal(self, epoch: int) -> Part | None:
+        """This worker's share of an epoch; None if new workers are to be let in before it."""
+        self._say("deal", epoch)
+        part: Part | None = self._hear("answer")
+        return part
+
+    def more(self) -> list[Part]:
+        """What dead workers left for this one."""
+        self._say("more")
+        parts: list[Part] = self._hear("answer")
+        return parts
+
+    def note(self, number: int, seq: int, part: int, batches: int) -> None:
+        """Tell how far this worker comes with a push, under which number servers know it; waits for nothing."""
+        self._say("note", number, seq, part, batches)
 
     def check(self) -> None:
         """Raise if the run has failed; waits for nothing.

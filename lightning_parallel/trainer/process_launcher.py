@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -123,12 +123,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            state = extra["callbacks"].get(callback.state_key)
-            if state:
-                if "dirpath" in state and hasattr(callback, "dirpath"):
-                    callback.dirpath = state["dirpath"]  # a ModelCheckpoint drops its scores if that differs
-                callback.load_state_dict(state)
+        load_callbacks(trainer, extra["callbacks"])
 
     def _take_back(self, output: _WorkerOutput, trainer: Trainer) -> Any:
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -141,6 +136,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_weights": None}
+
+
+def load_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Give callbacks the state that they have in another process of the run."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        state = states.get(callback.state_key)
+        if state:
+            if "dirpath" in state and hasattr(callback, "dirpath"):
+                callback.dirpath = state["dirpath"]  # a ModelCheckpoint drops its scores if that differs
+            callback.load_state_dict(state)
 
 
 class _Answer:

@@ -42,7 +42,8 @@ class RankProcesses:
     duplex = False  # whether processes hear something, too
 
     def __init__(self, start_method: str, count: int, main: Callable[..., None], job: tuple) -> None:
-        context: Any = mp.get_context(start_method)
+        self._context: Any = mp.get_context(start_method)
+        self._main, self._job = main, job
         self.processes: list[Any] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, Any] = {}
@@ -51,15 +52,20 @@ class RankProcesses:
         self._given_up: set[int] = set()
         try:
             for rank in range(count):
-                ours, theirs = context.Pipe(self.duplex)
-                process = context.Process(target=main, args=(rank, *job, theirs), daemon=False)
-                process.start()
-                theirs.close()
+                process, _ = self._spawn(rank, self._main)
                 self.processes.append(process)
-                self._pipes[ours] = rank
         except BaseException:
             self.end()
             raise
+
+    def _spawn(self, rank: int, main: Callable[..., None]) -> tuple[Any, Connection]:
+        """Start one process of a rank; it, and the connection to it."""
+        ours, theirs = self._context.Pipe(self.duplex)
+        process = self._context.Process(target=main, args=(rank, *self._job, theirs), daemon=False)
+        process.start()
+        theirs.close()
+        self._pipes[ours] = rank
+        return process, ours
 
     def wait(self, patience_s: float) -> Any:
         """What rank 0 answered, once all ranks have; or the exception of the run."""

@@ -17,9 +17,11 @@ from lightning_parallel.server.consistency import Asynchronous, Consistency
 from lightning_parallel.server.filters import Precision
 from lightning_parallel.server.from_torch import Rates, groups_of, initial_ranges, update_of
 from lightning_parallel.server.hosting import Beginning
+from lightning_parallel.server.island import Follower, Island
 from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.table import Table
+from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.updates import AddDelta, Update
 from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker, refuse_parameters
 from lightning_parallel.trainer.versions import Versions
@@ -119,11 +121,17 @@ class Plan:
         ranges = initial_ranges(self.table, self.update, weights, state)
         return Beginning(self.rules, ranges, self.wishes.num_servers, self.num_workers)
 
-    def join(self, job: Job, rank: int, versions: Versions, timeout: float) -> ServerWorker:
+    def join(
+        self, job: Job, rank: int, versions: Versions, timeout: float, era: int = 0, island: Island | None = None
+    ) -> ServerWorker:
         """Take part in a job, in which a read may wait so many seconds for the slowest worker."""
-        session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
         pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
-        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions)
+        session: Session | Follower
+        if island is None or island.leads:
+            session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
+        else:
+            session, island = Follower(island, self.table.layout.size), None
+        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions, era, island)
 
     def _rates(self) -> Rates | None:
         if self.wishes.update == "worker":

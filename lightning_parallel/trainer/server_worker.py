@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from lightning_parallel.measure.staleness import Access
 from lightning_parallel.server.filters import Filters
 from lightning_parallel.server.from_torch import Held, Rates, groups_of
+from lightning_parallel.server.island import Follower, Island
 from lightning_parallel.server.messages import Coded
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
+from lightning_parallel.trainer.staging import Staging
 from lightning_parallel.trainer.versions import Versions
 
 ERA = 1 << 32
@@ -66,23 +68,30 @@ class ServerWorker:
         pace: how often it pushes and reads.
         rank: of the worker, for its notes.
         versions: where it notes what it reads and writes.
+        era: how often workers have waited for each other, where it joins a run that is under way.
+        island: that it reads for, too.
     """
 
     def __init__(
         self,
-        session: Session,
+        session: Session | Follower,
         table: Table,
         optimizer: Optimizer,
         rates: Rates | None,
         pace: Pace,
         rank: int,
         versions: Versions,
+        era: int = 0,
+        island: Island | None = None,
     ) -> None:
         self.session, self.table, self.optimizer, self.rates = session, table, optimizer, rates
         self.pace, self.versions, self._rank = pace, versions, rank
         self.parameters = groups_of(optimizer)  # what the servers hold, by group
+        self.staging = Staging(table, next((p.device for group in self.parameters for p in group), torch.device("cpu")))
+        session.client.memory = self.staging.memory
         self._held = Held(optimizer, may_freeze=rates is None)
-        self._steps = self._era = 0
+        self.era, self._steps, self._island = era, 0, island
+        self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
         self._strayed = False  # whether steps were made here since the last read
         self._accrued: Tensor | None = None
         self._read: tuple[Result, int, float] | None = None  # the last read, at which clock, how long it took
@@ -91,8 +100,10 @@ class ServerWorker:
         """Read the weights into the parameters, as fresh as the rule wants them."""
         began = time.perf_counter()
         result = self.session.pull()
+        if self._island is not None:
+            self._island.tell(result.vector)
         self._read = (result, self.session.client.clock or 0, time.perf_counter() - began)
-        self.table.copy_into(result.vector, self.parameters)
+        self.staging.into(result.vector, self.parameters)
         self._strayed = False
 
     @property
@@ -134,7 +145,7 @@ class ServerWorker:
                 loss = None if closure is None else closure()
             gradients = [[parameter.grad for parameter in group] for group in self.parameters]
             if any(gradient is not None for group in gradients for gradient in group):
-                found.append(self.table.pack(gradients))
+                found.append(self.staging.out(self.staging.pack(gradients)))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
             return loss
 
@@ -144,7 +155,7 @@ class ServerWorker:
 
     def _change_of(self, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
         """Run a step with the optimizer here; what it changed."""
-        before = self.table.pack(self.parameters)
+        before = self.staging.pack(self.parameters)
         called: list[bool] = []
         own = self.optimizer.step
 
@@ -154,7 +165,7 @@ class ServerWorker:
 
         with _replaced(self.optimizer, note):
             value = run()
-        return value, self.table.pack(self.parameters).sub_(before) if called else None
+        return value, self.staging.out(self.staging.pack(self.parameters).sub_(before)) if called else None
 
     @torch.no_grad()
     def _step_here(self, gradient: Tensor) -> None:
@@ -171,6 +182,8 @@ class ServerWorker:
         filters = self.session.client.filters
         before = filters.sent if isinstance(filters, CountingFilters) else 0
         lr = self.rates.read() if self.rates is not None else None
+        if self._accrued is None:
+            self.before_push(self.session.client.worker or 0, self.session.client.seq + 1)
         self.session.push(vector, lr=lr, copy=False)
         whole = 0 if vector is None else vector.nbytes
         self._note(filters.sent - before if isinstance(filters, CountingFilters) else whole, whole)
@@ -179,18 +192,20 @@ class ServerWorker:
         assert self._read is not None
         result, clock, seconds = self._read
         client = self.session.client
+        if client.worker is None:
+            return  # the first of its island does
         access = Access(
             self._rank, clock % ERA, clock - result.minimum, 0, None, seconds, sent, whole, result.vector.nbytes
         )  # fmt: skip
-        self.versions.note(access, result.seqs, client.worker or 0, client.seq)
+        self.versions.note(access, result.seqs, client.worker, client.seq)
 
     def pause(self) -> None:
         """Before waiting for all others: send what is left, and be ahead of everybody, with all replicas."""
         if self._accrued is not None:
             self._push(True)
         client = self.session.client
-        self._era += 1
-        client.clock = self._era * ERA - 1
+        self.era += 1
+        client.clock = self.era * ERA - 1
         self.session.push(None)
         self.session.settle()
 

@@ -1,12 +1,13 @@
 """Starts workers as processes of this one, which is their hub: the death of one does not end the others.
 
 The one idea: `ProcessLauncher` with a line in both directions. What a worker raises still ends all within seconds and
-is raised here; a worker that is killed is left behind. Left out: several hosts.
+is raised here; a worker that is killed is left behind, or another is started in its place. Left out: several hosts.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -27,11 +28,17 @@ class WorkerLauncher(ProcessLauncher):
     Args:
         strategy: its ``open_line`` (in a worker) is given the worker's end of a line.
         start_method: "fork" or "spawn".
-        patience_s: how long the other workers may take to end by themselves after a failure.
+        restarts: how many workers that were killed are started again, in all.
+        island_size: workers that end together.
     """
 
+    def __init__(self, strategy: Any, start_method: Any, restarts: int = 0, island_size: int = 1) -> None:
+        super().__init__(strategy, start_method)
+        self._restarts, self._island_size = restarts, island_size
+
     def _start(self, job: tuple) -> RankProcesses:
-        return _Workers(self._start_method, self._strategy.num_processes, _worker_main, job)
+        count = self._strategy.num_processes
+        return _Workers(self._start_method, count, _worker_main, job, self._restarts, self._island_size)
 
 
 class _Workers(RankProcesses):
@@ -39,19 +46,30 @@ class _Workers(RankProcesses):
 
     duplex = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.hub = Hub(self._pipes, self._hint)
+    def __init__(
+        self, start_method: str, count: int, main: Callable[..., None], job: tuple, restarts: int, island_size: int
+    ) -> None:
+        super().__init__(start_method, count, main, job)
+        self.restarts = restarts
+        self.hub = Hub(self._pipes, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill())
+
+    def _restart(self, rank: int) -> Connection | None:
+        """A new process for a rank whose last one died, while any may be started."""
+        if not self.restarts:
+            return None
+        self.restarts -= 1
+        self.processes[rank], line = self._spawn(rank, _new_worker_main)
+        return line
 
     def wait(self, patience_s: float) -> Any:
         """What rank 0 answered, once all workers have ended; or the exception of the run."""
-        while self.hub.lines and time.monotonic() < self._deadline:
+        while self.hub.is_busy and time.monotonic() < self._deadline:
             self.hub.turn(_LOOK_S)
             if self.hub.failure is not None:
                 self._deadline = min(self._deadline, time.monotonic() + patience_s)
         if self._terminated:
             raise SIGTERMException
-        if self.hub.failure is None and self.hub.lines:
+        if self.hub.failure is None and self.hub.is_busy:
             rank = min(self.hub.lines.values())
             self.hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
         if self.hub.failure is not None:
@@ -81,4 +99,11 @@ def _worker_main(rank: int, launcher: WorkerLauncher, *job: Any) -> None:
     """What a worker's process runs."""
     pipe = cast(Connection, job[-1])
     launcher._strategy.open_line(Line(pipe, rank))
+    _rank_main(rank, launcher, *job)
+
+
+def _new_worker_main(rank: int, launcher: WorkerLauncher, *job: Any) -> None:
+    """What the process of a worker runs that joins while the others train."""
+    pipe = cast(Connection, job[-1])
+    launcher._strategy.open_line(Line(pipe, rank, is_new=True))
     _rank_main(rank, launcher, *job)

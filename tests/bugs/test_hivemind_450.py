@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from lightning_parallel.server import BSP, ESSP, SGD, SSP, Asynchronous, BoundedDelay, DropOlderThan, Layout, Rules
+from lightning_parallel.strategies import ParameterServerStrategy
 from tests.server_world import World
+from tests.trainer.servers import assert_equal, fit
 
 
 @pytest.mark.parametrize("rule", [BSP(), SSP(3), ESSP(2), BoundedDelay(0), Asynchronous(), DropOlderThan(0)], ids=str)
@@ -18,3 +20,9 @@ def test_one_worker_equals_plain_descent(rule):
         weights.grad = weights.detach() - target
         optimizer.step()
     assert torch.equal(world.run().weights(), weights.detach())
+
+
+@pytest.mark.slow
+def test_one_worker_under_a_trainer_equals_plain_descent():
+    """In every mode: ``tests/trainer/test_parameter_server.py``; here with the defaults of the string ``ssp``."""
+    assert_equal(fit(ParameterServerStrategy("ssp"), 1)[1], fit("auto")[1])

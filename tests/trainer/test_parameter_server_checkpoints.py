@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.server import Adagrad
-from lightning_parallel.server.filters import Float16, TopK
+from lightning_parallel.server.filters import Float16, RandomSkip, TopK
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import Classifier, chain, row_dataset, row_loader
 from tests.trainer.pipelines import WEIGHTS, make_trainer
@@ -36,6 +36,18 @@ def test_a_checkpoint_resumes_anywhere(tmp_path, resume):
     trainer, module = fit(strategy, devices, max_epochs=4, checkpoint=tmp_path / "epoch=1.ckpt")
     assert ends(trainer)["step"] == 16
     assert_equal(module, through, **WEIGHTS)
+
+
+@OTHER_CALLBACKS
+def test_what_filters_left_behind_is_in_the_checkpoint(tmp_path):
+    """A run that is resumed goes on as it would have."""
+    make = lambda: ParameterServerStrategy(filters=[TopK(0.1), RandomSkip(0.5), Float16()], num_servers=2)  # noqa: E731
+    through = fit(make(), 2, max_epochs=3, **saving(tmp_path))[1]
+    trainer, module = fit(make(), 2, max_epochs=3, checkpoint=tmp_path / "epoch=0.ckpt")
+    assert ends(trainer)["step"] == 12
+    saved = torch.load(tmp_path / "epoch=0.ckpt")["parameter_server"]["left_behind"]
+    assert len(saved) == 2 and any(tensor.any() for tensor in saved[1]["residual"][0])
+    assert_equal(module, through)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A pipeline over two hosts: two network namespaces joined by a cable, one torchrun in each."""
+"""Runs over two hosts: two network namespaces joined by a cable, one torchrun in each."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.namespaces import HOSTS, Host, two_hosts
+from tests.trainer.servers import fit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 SCRIPT = """
@@ -33,6 +34,30 @@ print(f"rank {trainer.global_rank} node {trainer.node_rank} stage {trainer.strat
 """
 
 
+SERVERS = """
+import os, signal, sys, torch
+from lightning_parallel.strategies import ParameterServerStrategy
+from tests.trainer.modules import Classifier, row_loader
+from tests.trainer.servers import RAGGED
+from tests.trainer.pipelines import make_trainer
+
+class Dies(Classifier):
+    def on_train_batch_start(self, batch, batch_idx):
+        if "die" in sys.argv and batch_idx == 1 and self.trainer.global_rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+torch.manual_seed(1)
+module = Dies()
+island_size = 2 if "islands" in sys.argv else 1
+strategy = ParameterServerStrategy(num_servers=2, lease=20.0, island_size=island_size)
+trainer = make_trainer(strategy, 2, num_nodes=2, max_epochs=2, use_distributed_sampler=False)
+trainer.fit(module, row_loader(RAGGED), row_loader((5, 8)))
+loss = float(trainer.callback_metrics["val_loss"])
+print(f"rank {trainer.global_rank} node {trainer.node_rank}, val_loss {loss:.6f}")
+"""
+
+
 def start(host: Host, script: Path, number: int, *arguments: str) -> subprocess.Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     meet = ["--node-rank", str(number), "--master-addr", HOSTS["one"], "--master-port", "29511"]
@@ -52,10 +77,10 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
-def run(hosts: list[Host], folder: Path, *arguments: str) -> list[tuple[int, str]]:
+def run(hosts: list[Host], folder: Path, *arguments: str, text: str = SCRIPT) -> list[tuple[int, str]]:
     """Exit status and output of both hosts' torchrun."""
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     started = [start(host, script, number, *arguments) for number, host in enumerate(hosts)]
     outputs = [process.communicate(timeout=100)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
@@ -75,3 +100,39 @@ def test_a_failure_on_one_host_is_shown_on_both(hosts, tmp_path):
         assert status != 0
         assert "stage 0 (rank 3) failed in on_train_batch_start (epoch 0, batch 1): ValueError" in said
         assert "the fourth rank has had enough" in said
+
+
+@pytest.mark.parametrize("arguments", [(), ("islands",)], ids=str)
+def test_workers_of_two_hosts_are_one_process_on_the_same_rows(hosts, tmp_path, monkeypatch, arguments):
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    (first, said), (second, said_too) = run(hosts, tmp_path, *arguments, text=SERVERS)
+    assert (first, second) == (0, 0), said + said_too
+    lines = re.findall(r"rank (\d) node (\d), val_loss (\S+)", said + said_too)
+    expected = float(fit("auto")[0].callback_metrics["val_loss"])
+    assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
+    assert all(float(line[2]) == pytest.approx(expected, abs=2e-6) for line in lines)
+
+
+def test_workers_go_on_without_one_that_died_on_another_host(hosts, tmp_path, monkeypatch):
+    """Rank 3 is killed; torchrun there ends rank 2 as well. The first host's go on, and its torchrun waits for long."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    script = tmp_path / "train.py"
+    script.write_text(SERVERS)
+    started = [start(host, script, number, "die") for number, host in enumerate(hosts)]
+    said = ""
+    for line in started[0].stdout or ():
+        said += line
+        if said.count("val_loss") == 2:
+            break
+    for process in started:
+        process.terminate()
+        process.communicate()
+    lines = re.findall(r"rank (\d) node (\d), val_loss (\S+)", said)
+    assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "0")], said
+    assert "Worker 3 is gone" in said and "Worker 2 is gone (it was told to end, by SIGTERM)" in said
+
+
+def test_without_a_secret_nobody_is_taken_in(hosts, tmp_path, monkeypatch):
+    monkeypatch.delenv("LIGHTNING_PARALLEL_SECRET", raising=False)
+    for status, said in run(hosts, tmp_path, text=SERVERS):
+        assert status != 0 and "LIGHTNING_PARALLEL_SECRET has 0 characters. Set it to the same 16 or more" in said

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +65,12 @@ class Filters:
             mask &= selector.choose(values * mask, self._generator)
         return mask.nonzero().flatten()
 
-    def state_dict(self) -> dict[int, Tensor]:
-        """What was left behind, for a checkpoint of the worker."""
-        return {key: residual.clone() for key, residual in self.residual.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """What was left behind, by range, and what the rules that draw go on from; for a checkpoint of the worker."""
+        residual = {key: residual.clone() for key, residual in self.residual.items()}
+        return {"residual": residual, "generator": self._generator.get_state()}
 
-    def load_state_dict(self, state: dict[int, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was left behind."""
-        self.residual = {key: residual.clone() for key, residual in state.items()}
+        self.residual = {key: residual.clone() for key, residual in state["residual"].items()}
+        self._generator.set_state(state["generator"])

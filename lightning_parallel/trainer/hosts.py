@@ -1,0 +1,118 @@
+"""How workers on other hosts find the hub of a run, and are known to belong to it.
+
+The one idea: the user sets one secret text on all hosts. The hub takes only connections that prove it, and the keys by
+which workers and servers encrypt what they say are made of it, so that they travel nowhere. Left out: servers on other
+hosts than the hub's; encryption of what workers say to the hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from lightning_parallel.mesh import open_store
+
+if TYPE_CHECKING:
+    from lightning_parallel.server.launcher import Job
+    from lightning_parallel.server.transport.keys import Keys
+
+SECRET = "LIGHTNING_PARALLEL_SECRET"
+_IDLE_S, _BETWEEN_S, _PROBES = 5, 2, 3  # so a host whose cable is out is missed after 11 s
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the processes of a run on several hosts share.
+
+    Args:
+        address: of the hub's host.
+        secret: of the run.
+        store: where the hub's port is.
+    """
+
+    address: str
+    secret: bytes
+    store: dist.Store
+
+    @classmethod
+    def meet(cls, address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Hosts:
+        """Find the others through torch's store.
+
+        Raises:
+            ValueError: there is no secret.
+        """
+        secret = os.environ.get(SECRET, "")
+        if len(secret) < 16:
+            raise ValueError(
+                "A parameter server on several hosts takes nobody in who does not know its secret, and"
+                f" {SECRET} has {len(secret)} characters. Set it to the same 16 or more on all hosts, such as what"
+                " `openssl rand -hex 16` prints."
+            )
+        store = open_store(address, port, rank, world_size, timeout)
+        return cls(socket.gethostbyname(address), secret.encode(), store)
+
+    def listen(self, world_size: int) -> Listener:
+        """The hub's end, on a free port that the others are told."""
+        listener = Listener((self.address, 0), "AF_INET", backlog=world_size, authkey=self.secret)
+        self.store.set("hub", str(listener.address[1]))
+        return listener
+
+    def connect(self) -> Connection:
+        """A connection to the hub, once it listens.
+
+        Raises:
+            ValueError: this host has another secret.
+        """
+        try:
+            connection = Client((self.address, int(self.store.get("hub"))), "AF_INET", authkey=self.secret)
+        except AuthenticationError as error:
+            raise ValueError(f"{SECRET} is another one on {self.address}. Set the same on all hosts.") from error
+        keep_alive(connection)
+        return connection
+
+    @property
+    def keys(self) -> Keys:
+        """CURVE keys of the run."""
+        import zmq
+        from zmq.utils import z85
+
+        from lightning_parallel.server.transport.keys import Keys
+
+        own = z85.encode(hashlib.sha256(b"lightning_parallel servers " + self.secret).digest())
+        return Keys(zmq.curve_public(own), own)
+
+    def place(self, job: Job, connection: Connection) -> Job:
+        """A job's values for a process of this host, which reached the hub by this connection."""
+        with _socket_of(connection) as own:
+            return replace(job, host=own.getsockname()[0], keys=self.keys)
+
+
+def accept(listener: Listener) -> Connection:
+    """The next connection of somebody who belongs here."""
+    while True:
+        with suppress(AuthenticationError, EOFError, OSError):
+            connection: Connection = listener.accept()
+            return connection
+
+
+def keep_alive(connection: Connection) -> None:
+    """Have the end of a connection seen whose other host is silent."""
+    with _socket_of(connection) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _BETWEEN_S * _PROBES))
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))

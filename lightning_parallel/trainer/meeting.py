@@ -1,0 +1,79 @@
+"""Who of a run is there, who waits, and for what.
+
+The one idea: whoever waits for the others says what for and gives a value; once all who are still there wait for the
+same, each is given all values. Whoever begins late is waited for where new ones are let in, and nowhere before. Rows of
+the dead are not waited for by those who have ended their epoch otherwise. Left out: connections (``hub.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_parallel.trainer.line import JOIN, ROWS
+
+
+@dataclass
+class Meeting:
+    """Who is there, who waits, for what and with which value.
+
+    Args:
+        present: ranks that are awaited.
+
+    Example:
+        >>> meeting = Meeting({0, 1, 2})
+        >>> meeting.arrive(0, "a", "x"), meeting.arrive(2, "a", "z")
+        (None, None)
+        >>> meeting.leave(1)
+        {0: 'x', 2: 'z'}
+        >>> meeting.arrive(0, "b", None), meeting.circle()
+        (None, None)
+        >>> meeting.arrive(2, "c", None), meeting.circle()
+        (None, 'rank 0 waits for b; rank 2 waits for c')
+
+    Attributes:
+        met: what was waited for by those whose values were given last.
+    """
+
+    present: set[int]
+    waiting: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    coming: set[int] = field(default_factory=set)  # are to be let in
+    met: str = ""
+    come: dict[int, Any] = field(default_factory=dict)  # of those, who is there; their values
+
+    def arrive(self, rank: int, what: str, value: Any) -> dict[int, Any] | None:
+        """A rank waits; the values of all, if it was the last of them."""
+        if rank in self.coming:
+            self.come[rank] = value
+        else:
+            self.waiting[rank] = (what, value)
+        return self._take()
+
+    def leave(self, rank: int) -> dict[int, Any] | None:
+        """A rank is gone; the values of all others, if it was what they waited for."""
+        self.present.discard(rank)
+        self.coming.discard(rank)
+        self.waiting.pop(rank, None)
+        self.come.pop(rank, None)
+        return self._take()
+
+    def _take(self) -> dict[int, Any] | None:
+        kinds = {what for what, _ in self.waiting.values()}
+        if not kinds or self.waiting.keys() != self.present or (len(kinds) > 1 and ROWS not in kinds):
+            return None
+        self.met = ROWS if ROWS in kinds else kinds.pop()
+        if self.met == JOIN and self.come.keys() != self.coming:
+            return None
+        values = {rank: value for rank, (what, value) in self.waiting.items() if what == self.met}
+        self.waiting = {rank: other for rank, other in self.waiting.items() if rank not in values}
+        if self.met == JOIN:
+            values |= self.come
+            self.present |= self.coming
+            self.coming, self.come = set(), {}
+        return dict(sorted(values.items()))
+
+    def circle(self) -> str | None:
+        """What everybody waits for, where nobody can go on."""
+        if self.waiting.keys() != self.present or len({what for what, _ in self.waiting.values()}) < 2:
+            return None
+        return "; ".join(f"rank {rank} waits for {self.waiting[rank][0]}" for rank in sorted(self.waiting))
