@@ -136,11 +136,18 @@ def main() -> None:
             "raw TCP socket": enter(raw(port + 3, 1024)),
             "pyzmq alone, tcp": enter(pyzmq(port + 5, 1024)),
             "ours without sockets": enter(state_machines(1024)),
+            "ours, ipc": enter(ours(1024)),
             "ours, tcp": enter(ours(1024, host="127.0.0.1", port=port + 4)),
-            "ours, tcp, pull alone": enter(ours(1024, host="127.0.0.1", port=port + 6, trip="pull")),
         }
-        bars = {"ours, tcp": 2.0, "ours, tcp, pull alone": 2.0}
-        table("4 kB push and pull", timed(trips, args.passes, 200), bars)
+        table("4 kB push and pull", timed(trips, args.passes, 200))
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        trips = {
+            "raw TCP socket": enter(raw(port + 7, 1024, asked=2)),
+            "ours, one host": enter(ours(1024, trip="pull")),
+            "ours, tcp": enter(ours(1024, host="127.0.0.1", port=port + 6, trip="pull")),
+        }
+        table("4 kB pull", timed(trips, args.passes, 200), {"ours, one host": 2.0, "ours, tcp": 2.0})
     for title, options in {
         "shards": {f"{n} shards": {"servers": n, "ranges": n} for n in (1, 2, 4)},
         "replicas": {f"{n} replicas": {"servers": n, "replicas": n} for n in (1, 2, 3)},

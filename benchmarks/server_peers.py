@@ -31,26 +31,27 @@ def receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
-def serve_raw(port: int, size: int, ready: object) -> None:
+def serve_raw(port: int, size: int, asked: int, ready: object) -> None:
     torch.set_num_threads(1)
-    weights, push = torch.zeros(size), torch.zeros(size)
+    weights, push = torch.zeros(size), torch.zeros(asked)
     with socket.create_server(("127.0.0.1", port)) as listener:
         ready.set()  # type: ignore[attr-defined]
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while receive(connection, view_bytes(push)):
-            weights += push
+            weights[:asked] += push
             connection.sendall(view_bytes(weights))
 
 
 @contextmanager
-def raw(port: int, size: int) -> Iterator[Trip]:
-    """One TCP socket, buffers that are there already."""
+def raw(port: int, size: int, asked: int | None = None) -> Iterator[Trip]:
+    """One TCP socket, buffers that are there already; ``asked`` numbers there, ``size`` back."""
+    asked = size if asked is None else asked
     ready = _fork.Event()
-    process = _fork.Process(target=serve_raw, args=(port, size, ready), daemon=True)
+    process = _fork.Process(target=serve_raw, args=(port, size, asked, ready), daemon=True)
     process.start()
     ready.wait()
-    push, pulled = torch.ones(size), torch.zeros(size)
+    push, pulled = torch.ones(asked), torch.zeros(size)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

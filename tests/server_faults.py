@@ -7,7 +7,9 @@ A ``Plan`` is a few numbers that Hypothesis draws; ``play`` runs it on the virtu
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
@@ -54,6 +56,7 @@ class Plan:
     sparse: bool = False
     joined: bool = False
     manager_faults: int = 0  # it is started again after a while
+    boards: bool = False  # tails show what they have, dead ones too
 
 
 plans = st.builds(
@@ -74,6 +77,7 @@ plans = st.builds(
     sparse=st.booleans(),
     joined=st.booleans(),
     manager_faults=st.integers(0, 1),
+    boards=st.booleans(),
 )
 
 
@@ -131,7 +135,7 @@ def watched(watch: Watch, replica_class: type[Replica] = WatchedReplica, server_
 
     class WatchedServer(server_class):
         def _replica(self, part):
-            return kind(self.address, part, self.rules, self._send, self.journal)
+            return kind(self.address, part, self.rules, self._send, self.journal, self.board)
 
     return WatchedServer
 
@@ -139,7 +143,7 @@ def watched(watch: Watch, replica_class: type[Replica] = WatchedReplica, server_
 class Faults(World):
     """A world with a plan."""
 
-    def __init__(self, plan: Plan, replica_class: type[Replica] = WatchedReplica, server_class=Server, **options):
+    def __init__(self, plan: Plan, replica_class: type[Replica] = WatchedReplica, server_class=Server, boards=None):
         self.plan, self.watch, self.rng = plan, Watch(), random.Random(plan.seed)
         rules = Rules(
             Layout(WIDTH * plan.ranges, plan.ranges),
@@ -151,7 +155,6 @@ class Faults(World):
             window=3,
             lease=10.0,
             resend_after=2.0,
-            **options,
         )
         super().__init__(
             rules,
@@ -164,6 +167,7 @@ class Faults(World):
             on_read=self._check_read,
             joined=plan.joined,
             server_class=watched(self.watch, replica_class, server_class),
+            boards=boards,
         )
         self.staleness = getattr(RULES[plan.rule], "staleness", None) or getattr(RULES[plan.rule], "delay", 0)
         self._plan_faults()
@@ -289,9 +293,10 @@ class Faults(World):
 
 def play(plan: Plan, limit: int = 60_000, **options) -> Faults:
     """Run a plan to its end and check all that must hold."""
-    world = Faults(plan, **options)
-    world.run(limit)
-    world.settle(limit)
+    with tempfile.TemporaryDirectory() as folder:
+        world = Faults(plan, boards=Path(folder) if plan.boards else None, **options)
+        world.run(limit)
+        world.settle(limit)
     world.check_end()
     world.check_ages()
     return world

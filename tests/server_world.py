@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from lightning_parallel.server import AddDelta, Client, Layout, Manager, Result, Rules, Server
 from lightning_parallel.server.messages import Message
 from lightning_parallel.server.roster import Roster
+from lightning_parallel.server.transport.board import Board, Boards
 from lightning_parallel.server.transport.virtual import VirtualNetwork
 
 
@@ -38,6 +40,8 @@ class WorldWorker:
         self.finish_at: float | None = None  # when the computation in hand ends
         self.seeded = self.finished = False
         self.waits = False  # computed, and waits for room to push
+        self.settles = False  # pushed, and pulls once all replicas have it
+        self.began: Result | None = None  # the answer that was begun with last
 
     @property
     def wake_at(self) -> float | None:
@@ -45,16 +49,18 @@ class WorldWorker:
         return min((time for time in (self.client.wake_at, computing) if time is not None), default=None)
 
     def handle(self, message: Message, now: float) -> list[Message]:
-        before = self.client.result
         out = self.client.handle(message, now)
         if self.client.view.number and not self.seeded:
             self.seeded = True
             out += self.client.seed(self.world.initial)
-        if self.client.result is not None and self.client.result is not before and self.finish_at is None:
-            self._begin(now)
+        if self.settles and self.client.is_settled and not self.client.lost:
+            self.settles = False
+            out += self.client.pull(now)
+        self._begin(now)
         if self.finish_at is not None and now >= self.finish_at and not self.client.lost:
             self.waits = not self.client.may_push
             out += [] if self.waits else self._end(now)
+            self._begin(now)
         if self.done == self.steps and self.client.is_settled and not self.finished and self.finish_at is None:
             self.finished = True
             self.world.on_finished(self)
@@ -63,7 +69,10 @@ class WorldWorker:
 
     def _begin(self, now: float) -> None:
         result = self.client.result
-        assert result is not None and self.client.clock is not None and self.client.worker is not None
+        if result is None or result is self.began or self.finish_at is not None:
+            return
+        self.began = result
+        assert self.client.clock is not None and self.client.worker is not None
         if self.done == self.steps:
             return
         read = Read(self.client.worker, self.client.clock, now, result)
@@ -78,7 +87,9 @@ class WorldWorker:
         vector, goes_on = self.world.work(self, self.reads[-1].result), self.done < self.steps
         if goes_on and self.world.joined:
             return self.client.push_pull(vector, now)
-        return self.client.push(vector, now) + (self.client.pull(now) if goes_on else [])
+        self.settles = goes_on and self.world.boards is not None
+        at_once = goes_on and not self.settles
+        return self.client.push(vector, now) + (self.client.pull(now) if at_once else [])
 
 
 @dataclass
@@ -97,6 +108,7 @@ class World:
     leave: bool = True
     joined: bool = False  # a push and the pull after it are asked for at once
     server_class: type[Server] = Server
+    boards: Path | None = None  # folder of the boards, if servers have any; then workers pull when pushes have settled
 
     def __post_init__(self) -> None:
         size = self.rules.layout.size
@@ -125,6 +137,8 @@ class World:
     def add_server(self) -> str:
         address = f"s{len(self.servers)}"
         server = self.servers[address] = self.server_class(address, self.rules)
+        if self.boards is not None:
+            server.board = Board(self.boards, address, self.rules.layout)
         self.network.add(server, server.start(self.network.now))
         return address
 
@@ -132,6 +146,8 @@ class World:
         index = len(self.workers)
         count = self.steps if steps is None else steps
         worker = WorldWorker(self, f"{name}.{index}", name, count, lambda step: self.seconds(index, step))
+        if self.boards is not None:
+            worker.client.look = Boards(self.boards, self.rules.layout, self.rules.lease).look
         self.workers.append(worker)
         self.network.add(worker, worker.client.start(self.network.now))
         return worker

@@ -29,9 +29,13 @@ class Caller:
         self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
         self.view, self.request, self.role = m.View(), 0, "coordinator"
         self.values: dict[int, float] = {}
-        self.batch = m.Batch(0, 0)
+        self.vectors: dict[int, Tensor] = {}  # what a range was asked to show
+        self.refusal = ""  # why a range does not do the call
+        self.batch: m.Batch | None = None  # the last one; None before the manager has said how many there were
         self.total: float | None = 0.0  # of the last batch, once it is done
-        self._asked: list[m.Call] = []
+        self._asked: list[m.Call | m.Read] = []
+        self.lost = self.leaving = False  # the manager has let this one go; this one goes
+        self._seed: Tensor | None = None
         self._wake_at = 0.0
 
     def start(self, now: float) -> list[m.Message]:
@@ -47,8 +51,13 @@ class Caller:
 
     @property
     def wake_at(self) -> float | None:
-        """When ``Wake`` is due next."""
-        return self._wake_at
+        """When ``Wake`` is due next; never once the manager has let this one go."""
+        return None if self.lost else self._wake_at
+
+    def leave(self) -> list[m.Message]:
+        """Go, in order."""
+        self.leaving = True
+        return [self._to(MANAGER, m.Leave())]
 
     @property
     def is_answered(self) -> bool:
@@ -66,22 +75,37 @@ class Caller:
             batch: what the call begins or, with a portion, is of.
             portion: whose result it is.
         """
-        self.request, self.values = self.request + 1, {}
+        self._number()
         layout = self.rules.layout
         parts = [None] * layout.num_ranges if vector is None else [part.clone() for part in layout.split(vector)]
         self._asked = [m.Call(key, self.request, words, part, batch, portion) for key, part in enumerate(parts)]
         return self._again()
 
+    def _number(self) -> None:
+        self.request, self.values, self.vectors, self.refusal = self.request + 1, {}, {}, ""
+
     def share(self, count: int) -> list[m.Message]:
         """Have the batch that the last call began done in portions; ``total`` is the sum of their values, once it is
         there."""
+        assert self.batch is not None
         self.batch, self.total = m.Batch(self.batch.batch + 1, count), None
         return [self._to(MANAGER, self.batch)]
 
+    def ask_number(self) -> list[m.Message]:
+        """Ask the manager for the number of the last batch, which another coordinator may have named."""
+        return [self._to(MANAGER, m.Batch(0, 0))]
+
     def seed(self, vector: Tensor) -> list[m.Message]:
-        """Offer the first weights."""
-        parts = self.rules.layout.split(vector)
-        return [self._to(self.view.chains[key][0], m.Seed(key, part.clone())) for key, part in enumerate(parts)]
+        """Offer the first weights, again and again until every range has answered something; the first that come
+        count."""
+        self._seed = vector.clone()
+        return self._offer()
+
+    def _offer(self) -> list[m.Message]:
+        if self._seed is None or not self.view.chains:
+            return []
+        parts = self.rules.layout.split(self._seed)
+        return [self._to(self.view.chains[key][0], m.Seed(key, part)) for key, part in enumerate(parts)]
 
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
@@ -89,9 +113,13 @@ class Caller:
         if isinstance(body, m.View) and body.number > self.view.number:
             self.view = body
             return self._again()
+        if isinstance(body, m.Refused):
+            self.lost = True
         if isinstance(body, m.Value) and body.request == self.request:
-            self.values[body.key] = body.value
-        if isinstance(body, m.Done) and body.batch == self.batch.batch:
+            self._valued(body)
+        if isinstance(body, m.Batch) and self.batch is None:
+            self.batch = body
+        if isinstance(body, m.Done) and self.batch is not None and body.batch == self.batch.batch:
             self.total = body.value
         if isinstance(body, m.Wake) and now >= self._wake_at:
             self._wake_at = now + min(self.rules.heartbeat, self.rules.resend_after)
@@ -102,11 +130,25 @@ class Caller:
         """What the manager hears now and then, and what it must not have missed."""
         if not self.view.number:
             return self._hello()
+        if self.leaving:
+            return m.Leave()
+        if self.batch is None:
+            return m.Batch(0, 0)
         return self.batch if self.total is None else m.Lease()
 
+    def _valued(self, value: m.Value) -> None:
+        self.values[value.key] = value.value
+        self.refusal = value.refusal or self.refusal
+        if value.values is not None:
+            self.vectors[value.key] = value.values
+        if self.is_answered:
+            self._seed = None
+
     def _again(self) -> list[m.Message]:
-        missing = [call for call in self._asked if call.key not in self.values]
-        return [self._to(self.view.chains[call.key][0], call) for call in missing if self.view.chains]
+        missing = [one for one in self._asked if one.key not in self.values] if self.view.chains else []
+        return self._offer() + [
+            self._to(self.view.chains[one.key][-1 if isinstance(one, m.Read) else 0], one) for one in missing
+        ]
 
     def _to(self, target: str, body: m.Body) -> m.Message:
         return m.Message(self.address, target, self.view.number, body)
@@ -117,27 +159,36 @@ class ServerShards:
 
     Args:
         caller: the coordinator's state machine.
-        send: puts messages on their way.
-        wait: returns once what it is given is true.
+        do: calls its first argument with the time, sends what that gives, and returns once its second is true.
     """
 
     def __init__(
-        self, caller: Caller, send: Callable[[list[m.Message]], None], wait: Callable[[Callable[[], bool]], None]
+        self, caller: Caller, do: Callable[[Callable[[float], list[m.Message]], Callable[[], bool]], None]
     ) -> None:
-        self.caller, self.send, self.wait = caller, send, wait
+        self.caller, self.do = caller, do
 
     def call(self, *words: str | float, vector: Tensor | None = None) -> float:
-        """Do a call on every range: the results' sum, of ``max`` the largest."""
-        self.send(self.caller.ask(words, vector))
-        self.wait(lambda: self.caller.is_answered)
+        """Do a call on every range: the results' sum, of ``max`` the largest.
+
+        Raises:
+            ValueError: there is no such call, or no such vector.
+        """
+        self._ask(words, vector)
         results = self.caller.values.values()
         return max(results) if words[0] == "max" else sum(results)
 
     def share(self, count: int) -> float:
         """Sum the results of a batch's portions in ``g``, each once, and return the sum of their values."""
-        self.send(self.caller.ask(("zero", "g", "x"), batch=self.caller.batch.batch + 1))
-        self.wait(lambda: self.caller.is_answered)
-        self.send(self.caller.share(count))
-        self.wait(lambda: self.caller.total is not None)
-        assert self.caller.total is not None
-        return self.caller.total
+        caller = self.caller
+        if caller.batch is None:
+            self.do(lambda now: caller.ask_number(), lambda: caller.batch is not None)
+        assert caller.batch is not None
+        self._ask(("zero", "g", "x"), batch=caller.batch.batch + 1)
+        self.do(lambda now: caller.share(count), lambda: caller.total is not None)
+        assert caller.total is not None
+        return caller.total
+
+    def _ask(self, words: tuple[str | float, ...], vector: Tensor | None = None, batch: int = 0) -> None:
+        self.do(lambda now: self.caller.ask(words, vector, batch), lambda: self.caller.is_answered)
+        if self.caller.refusal:
+            raise ValueError(self.caller.refusal)

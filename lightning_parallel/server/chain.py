@@ -26,6 +26,19 @@ from lightning_parallel.server.rules import Rules
 MANAGER = "manager"
 
 
+class NoBoard:
+    """Where nobody looks; ``transport/board.py`` has one where readers do."""
+
+    def stamp(self, now: float) -> None:
+        """Say that the server is there."""
+
+    def show(self, key: int, view: int, part: Range | None) -> None:
+        """Show a range as it is now, which every replica has; None takes it down."""
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+
+
 class Place:
     """A range on a server, and what the server does for the others of its chain.
 
@@ -35,6 +48,7 @@ class Place:
         rules: the job's agreement.
         send: takes (address, body) of what is to be sent.
         journal: takes (key, entry) before an entry is applied; a log on disk, or nothing.
+        board: where readers see a tail's range without asking.
     """
 
     def __init__(
@@ -44,8 +58,10 @@ class Place:
         rules: Rules,
         send: Callable[[str, Any], None],
         journal: Callable[[int, Entry], None] | None = None,
+        board: NoBoard | None = None,
     ) -> None:
         self.me, self.part, self.rules, self.send, self.journal = me, part, rules, send, journal
+        self.board = board or NoBoard()
         self.sent: dict[int, Entry] = {}  # passed on, and not yet known to be with the tail
         self.committed = 0  # the last entry that is known here to be with all
         self.acked = dict[int, int]()  # worker -> its last push that is known here to be with all
@@ -61,6 +77,7 @@ class Place:
         self.is_head = self.chain[:1] == (self.me,)  # pushes come here
         self.is_tail = self.chain[-1:] == (self.me,)  # reads come here
         self.next = self._next()  # where entries go from here
+        self.board.show(self.part.key, 0, None)
 
     def _next(self) -> str | None:
         if self.is_tail:
@@ -137,6 +154,8 @@ class Place:
         for lsn in [lsn for lsn in self.sent if lsn <= committed.lsn]:
             self.acked |= {worker: mark[0] for worker, mark in self.sent.pop(lsn).marks.items()}
         self.committed = max(self.committed, committed.lsn)
+        if self.committed >= self.part.lsn:  # what was never in `sent`, such as what came as a copy, is with all too
+            self.acked |= self.part.seqs
         self._set_timer(now)
 
     def wake(self, now: float) -> None:
@@ -174,6 +193,7 @@ class Place:
     def _commit(self, entry: Entry) -> None:
         """The tail has an entry: tell whoever waits for that. What answers a read acknowledges the reader's pushes."""
         self.committed = entry.lsn
+        self._show()
         self.acked |= {worker: mark[0] for worker, mark in entry.marks.items()}
         answers = self.reader.after(entry)
         told = {worker for worker, _ in answers}
@@ -192,10 +212,15 @@ class Place:
     def _commit_all(self) -> None:
         """The tail has the first entry of the view: all that it holds is with all."""
         self.committed, self.acked = self.part.lsn, dict(self.part.seqs)
+        self._show()
         for server in self.chain[:-1]:
             self.send(server, Committed(self.part.key, self.part.lsn))
         for worker in sorted(self.part.clocks):
             self._tell(worker, Ack(self.part.key, self.part.seqs[worker]))
+
+    def _show(self) -> None:
+        if self.part.seeded:
+            self.board.show(self.part.key, self.view.number, self.part)
 
     def _tell(self, worker: int, body: Any) -> None:
         if worker in self.view.workers:

@@ -8,7 +8,6 @@ gradients, sockets, waiting (a transport calls ``handle`` until ``result`` is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from torch import Tensor
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.filters import Filters
-from lightning_parallel.server.pushing import Pushing
-from lightning_parallel.server.reading import Reading, Result
+from lightning_parallel.server.pushing import Pushing, joined
+from lightning_parallel.server.reading import Reading, Result, Shown
 from lightning_parallel.server.rules import Rules
 
 
@@ -31,6 +30,7 @@ class Client(Pushing):
         token: proof that it belongs to the job.
         endpoint: where a transport finds it.
         filters: what pushes go through before they are sent.
+        look: shows all ranges of a view as their tails have them, without a message, where it can.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class Client(Pushing):
         token: str = "",
         endpoint: str = "",
         filters: Filters | None = None,
+        look: Callable[[m.View, float], Shown | None] = lambda view, now: None,
     ) -> None:
         super().__init__(address, rules, filters)
+        self.look = look
         self.name, self.token, self.endpoint = name, token, endpoint
         self.reading: Reading | None = None
         self.result: Result | None = None
@@ -50,6 +52,8 @@ class Client(Pushing):
         self.leaving = False
         self.memory: Callable[[int], Tensor] = torch.empty  # where weights are received
         self.blocked = 0  # pulls that had to be asked more than once for one version
+        self.looked = 0  # pulls that were answered by a look
+        self._behind: set[int] = set()  # ranges that let this worker in at an earlier clock than others
         self._cache: dict[int, m.Rows] = {}
         self._requests = 0
         self._lease_at = 0.0
@@ -62,15 +66,22 @@ class Client(Pushing):
 
     def pull(self, now: float) -> list[m.Message]:
         """Ask for all ranges as fresh as the rules want them; ``result`` has them once they are there."""
+        self.result = None
+        if not self._looks(now):
+            self._asks(now)
+        return self._flush()
+
+    def _asks(self, now: float) -> None:
         self.result, self._resend_at = None, now + self.rules.resend_after
         self._begin()
-        return self._flush()
 
     def push_pull(
         self, vector: Tensor | None, now: float, tick: bool = True, lr: float | None = None, copy: bool = True
     ) -> list[m.Message]:
         """A push and the pull after it; of a range on one server, both in one message."""
-        return _joined([*self.push(vector, now, tick, lr, copy), *self.pull(now)])
+        pushes = self.push(vector, now, tick, lr, copy)
+        self._asks(now)
+        return joined([*pushes, *self._flush()])
 
     def leave(self) -> list[m.Message]:
         """Go, in order: nobody waits for this worker any more."""
@@ -119,6 +130,8 @@ class Client(Pushing):
     def _rows(self, rows: m.Rows) -> None:
         assert self.worker is not None
         self._acked(rows.key, rows.seqs.get(self.worker, 0))  # what a tail answers is with all replicas
+        if self.clock is not None and rows.clocks.get(self.worker, 0) >= self.clock:
+            self._behind.discard(rows.key)
         if rows.request == -1:
             self._cache[rows.key] = rows
         elif self.reading is not None and self.reading.on_rows(rows):
@@ -128,14 +141,15 @@ class Client(Pushing):
         reading = self.reading
         assert reading is not None and self.worker is not None
         if self.clock is None:
-            clocks = [rows.clocks[self.worker] for rows in reading.rows.values()]
-            self.clock = max(clocks)
-            if min(clocks) < self.clock:
+            clocks = {key: rows.clocks[self.worker] for key, rows in reading.rows.items()}
+            self.clock = max(clocks.values())
+            self._behind = {key for key, clock in clocks.items() if clock < self.clock}
+            if self._behind:
                 self._begin()  # the ranges have to hear of it first
                 return
         if not reading.agrees(self.rules.one_version):
             self.blocked += 1
-            self._ask(reading.hold(self._request()))
+            self._ask(reading.again(self._request()))
             return
         self.result, self.reading = reading.result(self.rules.layout), None
         assert self.result.minimum >= reading.need, "a server answered too early"
@@ -146,32 +160,48 @@ class Client(Pushing):
         """Ask the tails."""
         if self.worker is None or self.worker not in self.view.workers:
             return  # the view is awaited
+        self.reading = self._question()
+        if not self._takes(self._cache):
+            self._ask(self.reading.questions())
+
+    def _question(self) -> Reading:
+        assert self.worker is not None
         consistency = self.rules.consistency
         need = 0 if self.clock is None else consistency.need(self.clock)
         own = self.seq if consistency.own and self.clock is not None else 0
-        self.reading = Reading(self.worker, self._request(), tuple(self.keys), need, own, self.memory)
-        if self._from_cache():
-            return
-        self._ask(self.reading.questions())
+        return Reading(self.worker, self._request(), self.keys, need, own, self.memory)
+
+    def _looks(self, now: float) -> bool:
+        """Take what the tails show, where they would answer just that."""
+        if self.clock is None or self.worker not in self.view.workers:
+            return False
+        shown = self.look(self.view, now)
+        if shown is None:
+            return False
+        self.reading = self._question()
+        self.reading.vector, rows = shown
+        self.reading.slices = {key: row.values for key, row in rows.items()}  # type: ignore[misc]
+        took = self._takes(rows)
+        self.looked += took
+        return took
 
     def _ask(self, questions: Iterable[tuple[int, m.Body]]) -> None:
         if self.seq == 0 and self.clock is not None and self.worker is not None:
-            for key in self.keys:
+            for key in sorted(self._behind):
                 self._to_head(key, m.Begin(key, self.worker, self.clock))
         for key, question in questions:
             place = -1 if isinstance(question, m.Pull) else 0
             self._send(self.view.chains[key][place], question)
 
-    def _from_cache(self) -> bool:
-        """Take what was sent unasked, if it is fresh enough and of one version."""
-        assert self.reading is not None and self.worker is not None
-        fresh = [r for r in self._cache.values() if r.minimum >= self.reading.need]
-        fresh = [r for r in fresh if r.seqs.get(self.worker, 0) >= self.reading.own]
-        if len(fresh) < len(self.keys):
+    def _takes(self, rows: dict[int, m.Rows]) -> bool:
+        """Take what was not asked for, if it is fresh enough and of one version."""
+        reading = self.reading
+        assert reading is not None
+        if len(rows) < len(self.keys) or not all(map(reading.suits, rows.values())):
             return False
-        self.reading.rows = {rows.key: rows for rows in fresh}
-        if not self.reading.agrees(self.rules.one_version):
-            self.reading.rows = {}
+        reading.rows = dict(rows)
+        if not reading.agrees(self.rules.one_version):
+            reading.rows = {}
             return False
         self._finish()
         return True
@@ -210,17 +240,3 @@ class Client(Pushing):
     def _request(self) -> int:
         self._requests += 1
         return self._requests
-
-
-def _joined(messages: list[m.Message]) -> list[m.Message]:
-    """Pulls that go where a push of the same range goes, inside of it."""
-    pulls = {(one.target, one.body.key): one.body for one in messages if isinstance(one.body, m.Pull)}
-    joined = []
-    for one in messages:
-        body = one.body
-        if isinstance(body, m.Push):
-            pull = pulls.pop((one.target, body.key), None)
-            joined.append(one if pull is None else replace(one, body=replace(body, pull=pull)))
-        elif not isinstance(body, m.Pull) or (one.target, body.key) in pulls:
-            joined.append(one)
-    return joined

@@ -1,9 +1,11 @@
 """A worker of a coordinator: takes portions of a batch while it is idle, and sends each result to all ranges.
 
-    Idle -> manager -> Portion -> (compute) -> Call(add) -> all ranges -> Finished -> manager -> Counted -> Idle
+    Idle -> manager -> Portion -> Read -> all tails -> Value(x) -> (compute)
+         -> Call(add) -> all heads -> Value -> Finished -> manager -> Counted -> Idle
 
 The one idea: a result is with all ranges before the manager hears of it, and a range adds a portion once, so it does
-not matter who does a portion, how often, or who dies over it. Left out: what is computed.
+not matter who does a portion, how often, or who dies over it. The point at which a portion is computed comes from the
+ranges, where it stays as it is until the batch is over. Left out: what is computed.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ class Helper(Caller):
         super().__init__(address, rules, token, endpoint)
         self.role = "helper"
         self.portion: m.Portion | None = None  # what is to be done
-        self.lost = False  # the manager has let this one go
+        self.vector: Tensor | None = None  # where: ``x`` of the portion's batch, shape (size,), float64
         self.first = 0  # portions in which it was the first
         self._value: float | None = None  # of the result that is on its way
 
     @property
     def has_work(self) -> bool:
-        """Whether a portion waits for its result."""
-        return self.portion is not None and self._value is None
+        """Whether a portion waits for its result, and the point at which it is computed is there."""
+        return self.portion is not None and self.vector is not None and self._value is None
 
     def give(self, vector: Tensor, value: float) -> list[m.Message]:
         """The result of the portion in hand.
 
         Args:
-            vector: shape (size,), added to ``g`` on the ranges.
+            vector: shape (size,), float32 or float64, added to ``g`` on the ranges.
             value: what the portion came to, such as its loss.
         """
         assert self.has_work and self.portion is not None
@@ -46,22 +48,25 @@ class Helper(Caller):
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
         out, body = super().handle(message, now), message.body
-        if isinstance(body, m.Refused):
-            self.lost = True
-        elif isinstance(body, m.Portion) and self.portion is None:
+        if isinstance(body, m.Portion) and self.portion is None:
             self.portion = body
+            out += self._read(body.batch)
         elif isinstance(body, m.Counted) and m.Portion(body.batch, body.portion) == self.portion:
             self.first += body.first
-            self.portion = self._value = None
+            self.portion = self.vector = self._value = None
             out.append(self._to(MANAGER, self._sign_of_life()))
         elif isinstance(body, m.View) or (isinstance(body, m.Value) and self._is_with_all):
             out.append(self._to(MANAGER, self._sign_of_life()))
+        if self.portion is not None and self.vector is None and len(self.vectors) == self.rules.layout.num_ranges:
+            self.vector = self.rules.layout.join(self.vectors)
         return out
 
-    @property
-    def wake_at(self) -> float | None:
-        """When ``Wake`` is due next; never once the manager has let this one go."""
-        return None if self.lost else super().wake_at
+    def _read(self, batch: int) -> list[m.Message]:
+        """Ask the tails for ``x``."""
+        self._number()
+        keys = range(self.rules.layout.num_ranges)
+        self._asked = [m.Read(key, self.request, "x", batch) for key in keys]
+        return self._again()
 
     @property
     def _is_with_all(self) -> bool:
@@ -70,6 +75,8 @@ class Helper(Caller):
     def _sign_of_life(self) -> m.Body:
         if not self.view.number:
             return self._hello()
+        if self.leaving:
+            return m.Leave()
         if self.portion is None:
             return m.Idle()
         if self._value is not None and self.is_answered:

@@ -129,12 +129,7 @@ class Hosting:
             session = self.job.join(worker, timeout=self.job.rules.lease)
             self._successors.append(session.client)
             session.client.lost = self._is_over
-            try:
-                session.start()
-            except Exception:
-                session.node.close()
-                raise
-            session.close()
+            session.start().close()
             acknowledged = 0 if number is None else self._came_to(number)
         then(acknowledged)
 
@@ -234,12 +229,14 @@ def _serve(job: Job, address: str, ranges: Sequence[Range], line: Connection) ->
     torch.set_num_threads(1)
     keep_freed_memory()
     notes = Notes()
-    server = Server(address, job.rules, job.token, ranges={part.key: part for part in ranges}, journal=notes.take)
+    mine = {part.key: part for part in ranges}
+    server = Server(address, job.rules, job.token, ranges=mine, journal=notes.take, board=job.board(address))
     node = job.node(server)
     threading.Thread(target=_answer, args=(server, notes, line), name="answers", daemon=True).start()
     node.send(server.start(node.now()))
     node.run(until=lambda: server.lost)
     node.close()
+    server.board.close()
 
 
 def _answer(server: Server, notes: Notes, line: Connection) -> None:

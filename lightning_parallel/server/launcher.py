@@ -19,14 +19,18 @@ from pathlib import Path
 
 import torch
 
+from lightning_parallel.server.caller import Caller
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
-from lightning_parallel.server.filters import Filters
+from lightning_parallel.server.filters import Filters, Float32
+from lightning_parallel.server.helper import Helper
 from lightning_parallel.server.manager import Manager
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.roster import RosterLog
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.storage import Storage
+from lightning_parallel.server.transport.board import Board, Boards, has_boards
+from lightning_parallel.server.transport.errands import Coordination, Helping
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
 from lightning_parallel.server.transport.session import Session
@@ -51,7 +55,7 @@ class Job:
         manager: where the manager listens.
         slab_bytes: shared memory of each process; 0 for none.
         keys: made where ``host`` is reached from other hosts.
-        shared: folder of the shared memory, mode 0700; that of the job if it is not given.
+        shared: folder of slabs and boards, mode 0700; that of the job if it is not given.
     """
 
     rules: Rules
@@ -66,7 +70,7 @@ class Job:
     keys: Keys | None = None
     shared: Path | None = None
 
-    def node(self, machine: Manager | Server | Client, endpoint: str = "", slab: Slab | None = None) -> Node:
+    def node(self, machine: Manager | Server | Client | Caller, endpoint: str = "", slab: Slab | None = None) -> Node:
         """Sockets for a state machine of the job."""
         most = 64 * self.rules.layout.size + (1 << 20)
         endpoint = endpoint or self.endpoint(machine.address)
@@ -85,10 +89,30 @@ class Job:
         """Shared memory for a process, if the job has any."""
         return Slab(self.shared or self.folder, address, self.slab_bytes) if self.slab_bytes else None
 
+    @property
+    def has_boards(self) -> bool:
+        """Whether tails show what they have to readers of this host: plain weights, read when readers want them."""
+        plain = isinstance(self.rules.pull_precision, Float32) and not self.rules.consistency.eager
+        return not self.host and plain and has_boards()
+
+    def board(self, address: str) -> Board | None:
+        """Where a server shows its ranges, if the job has such."""
+        return Board(self.shared or self.folder, address, self.rules.layout) if self.has_boards else None
+
     def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
         """A worker's session; call ``start`` on it."""
         client = Client(f"{name}.{secrets.token_hex(4)}", name, self.rules, self.token, filters=filters)
+        if self.has_boards:
+            client.look = Boards(self.shared or self.folder, self.rules.layout, self.rules.lease).look
         return Session(self.node(client, slab=self.slab(client.address)), timeout)
+
+    def coordinate(self, name: str = "coordinator", timeout: float = 120.0) -> Coordination:
+        """A coordinator's end of the job; call ``start`` on it."""
+        return Coordination(self.node(Caller(f"{name}.{secrets.token_hex(4)}", self.rules, self.token)), timeout)
+
+    def help(self, name: str, timeout: float = 120.0) -> Helping:
+        """A helper's end of the job; call ``start`` on it."""
+        return Helping(self.node(Helper(f"{name}.{secrets.token_hex(4)}", self.rules, self.token)), timeout)
 
     def serve(self, name: str, log: Path | None = None) -> None:
         """Be a server until the manager says that this one is gone.
@@ -108,6 +132,7 @@ class Job:
             ranges={} if storage is None else storage.read(),
             journal=None if storage is None else storage.append,
             memory=memory,
+            board=self.board(address),
         )
         node = self.node(server, slab=slab)
         if storage is not None:
@@ -115,6 +140,7 @@ class Job:
         node.send(server.start(node.now()))
         node.run(until=lambda: server.lost)
         node.close()
+        server.board.close()
 
     def serve_in_thread(self, name: str) -> threading.Thread:
         """Be a server in a thread of this process: a shard that lives with a worker."""
@@ -200,7 +226,7 @@ def launch(
     if keys is None and host and not host.startswith("127.") and host != "localhost":
         keys = Keys.make()
     number, token = secrets.randbits(63), secrets.token_hex(16)
-    shared = _in_memory(folder.name) if slab_bytes and not host else None
+    shared = None if host else _in_memory(folder.name)
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
     started = Launch(job)
     started.start_manager()

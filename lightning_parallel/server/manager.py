@@ -57,7 +57,7 @@ class Manager:
         self._ring: Ring | None = None  # of the servers that are there now
         self._changed = False
         self._out: list[m.Message] = []
-        self.sharing = Sharing(self._send)
+        self.sharing = Sharing(self._send, roster.progress)
 
     def start(self, now: float) -> list[m.Message]:
         """Tell the members that a log has named, if any, where things stand; their leases begin."""
@@ -87,7 +87,8 @@ class Manager:
 
     def _flush(self) -> list[m.Message]:
         if self._changed and self.journal is not None:
-            self.journal(Roster(self.view, dict(self.members), tuple(self.gone), self._workers))
+            known = self.view, dict(self.members), tuple(self.gone), self._workers, self.sharing.progress
+            self.journal(Roster(*known))
         self._changed, out, self._out = False, self._out, []
         return out
 
@@ -110,7 +111,7 @@ class Manager:
         elif message.view < self.view.number and self._started:
             self._send(source, self.view)
         elif isinstance(body, (m.Batch, m.Idle, m.Finished)):
-            self.sharing.handle(source, body)
+            self._changed |= self.sharing.handle(source, body)
         elif isinstance(body, m.Copied) and self.view.joining.get(body.key) == source:
             self._next(chains={body.key: (*self.view.chains[body.key], source)})
         elif isinstance(body, m.Drained) and source == self.view.chains[body.key][0]:

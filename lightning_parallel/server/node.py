@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_parallel.server import messages as m
-from lightning_parallel.server.chain import MANAGER
+from lightning_parallel.server.chain import MANAGER, NoBoard
 from lightning_parallel.server.history import Memory, Range
 from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.rules import Rules
@@ -29,6 +29,7 @@ _ACTIONS: dict[type, Callable[[Replica, str, Any, float], None]] = {
     m.Seed: lambda replica, source, body, now: replica.on_seed(body, now),
     m.Begin: lambda replica, source, body, now: replica.on_begin(body, now),
     m.Call: lambda replica, source, body, now: replica.on_call(source, body, now),
+    m.Read: lambda replica, source, body, now: replica.on_read(source, body),
     m.Hold: lambda replica, source, body, now: replica.on_hold(body, now),
     m.At: lambda replica, source, body, now: replica.on_at(source, body, now),
     m.Drain: lambda replica, source, body, now: replica.on_drain(now),
@@ -47,6 +48,7 @@ class Server:
         ranges: what it has already, such as from its log; key -> range.
         journal: takes (key, entry) before an entry is applied.
         memory: where the weights of ranges lie that come to it.
+        board: where readers of this host may look.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Server:
         ranges: dict[int, Range] | None = None,
         journal: Callable[[int, m.Entry], None] | None = None,
         memory: Memory = torch.zeros,
+        board: NoBoard | None = None,
     ) -> None:
         self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
-        self.view, self.journal, self.memory = m.View(), journal, memory
+        self.view, self.journal, self.memory, self.board = m.View(), journal, memory, board or NoBoard()
         self.out: list[m.Message] = []
         self.early: deque[m.Message] = deque(maxlen=EARLY)
         self.refused = 0  # messages of older views
@@ -72,6 +75,7 @@ class Server:
     def start(self, now: float) -> list[m.Message]:
         """What a server says first."""
         self._lease_at = now + self.rules.heartbeat
+        self.board.stamp(now)
         self._send(MANAGER, self._hello())
         return self._flush()
 
@@ -140,7 +144,7 @@ class Server:
         held = {key for key, chain in view.chains.items() if self.address in chain}
         copying = {key for key, server in view.joining.items() if server == self.address}
         for key in [key for key in self.replicas if key not in held]:
-            del self.replicas[key]
+            self.replicas.pop(key).enter(m.View())
         for key in sorted(held - self.replicas.keys()):  # a range that nobody has yet
             part = Range(key, self.rules.layout.length(key), self.rules.update, self.memory)
             self.replicas[key] = self._replica(part)
@@ -164,6 +168,7 @@ class Server:
             replica.wake(now)
         if now >= self._lease_at and not self.lost:
             self._lease_at = now + self.rules.heartbeat
+            self.board.stamp(now)
             self._send(MANAGER, m.Lease() if self.view.number else self._hello())
             self._ask_again()
 
@@ -181,7 +186,7 @@ class Server:
         return m.Hello("server", self.address, self.token, self.endpoint, holds, workers)
 
     def _replica(self, part: Range) -> Replica:
-        return Replica(self.address, part, self.rules, self._send, self.journal)
+        return Replica(self.address, part, self.rules, self._send, self.journal, self.board)
 
     def _send(self, target: str, body: Any) -> None:
         self.out.append(m.Message(self.address, target, self.view.number, body))

@@ -11,6 +11,7 @@ Source:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 
 class Portions:
@@ -18,23 +19,24 @@ class Portions:
 
     Args:
         count: portions, numbered from 0.
+        finished: those that have a result already.
 
     Example:
         >>> portions = Portions(2)
         >>> portions.next("a"), portions.next("b"), portions.next("c")
         (0, 1, 0)
-        >>> portions.finish(0, "c"), portions.finish(0, "a"), portions.finish(1, "b")
+        >>> portions.finish(0), portions.finish(0), portions.finish(1)
         (True, False, True)
         >>> portions.is_done
         True
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, finished: Iterable[int] = ()) -> None:
         if count < 1:
             raise ValueError(f"Portions got count={count}. A batch has 1 or more.")
         self.count, self.duplicated = count, 0
-        self.finished: set[int] = set()
-        self._fresh = list(range(count))
+        self.finished = set(finished)
+        self._fresh = [portion for portion in range(count) if portion not in self.finished]
         self._holders: dict[int, set[str]] = defaultdict(set)
 
     @property
@@ -55,11 +57,12 @@ class Portions:
         self._holders[portion].add(worker)
         return portion
 
-    def finish(self, portion: int, worker: str) -> bool:
-        """Whether a worker's result of a portion is the first, and counts."""
-        first = portion not in self.finished and worker in self._holders[portion]
+    def finish(self, portion: int) -> bool:
+        """Whether a result of a portion is the first, and counts."""
+        first = portion in range(self.count) and portion not in self.finished
         if first:
             self.finished.add(portion)
+            self._fresh = [fresh for fresh in self._fresh if fresh != portion]
         return first
 
     def leave(self, worker: str) -> None:

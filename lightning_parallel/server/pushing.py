@@ -33,7 +33,7 @@ class Pushing:
         self.view = m.View()
         self.clock: int | None = None  # finished iterations; None before the first pull
         self.seq = 0
-        self.keys = range(rules.layout.num_ranges)
+        self.keys = tuple(range(rules.layout.num_ranges))
         self.unacked: dict[int, dict[int, m.Push]] = {key: {} for key in self.keys}
         self._sent_keys = SentKeys()
         self._others = dict.fromkeys(self.keys, 0)
@@ -131,3 +131,17 @@ class Pushing:
     def _flush(self) -> list[m.Message]:
         out, self._out = self._out, []
         return out
+
+
+def joined(messages: list[m.Message]) -> list[m.Message]:
+    """Pulls that go where a push of the same range goes, inside of it."""
+    pulls = {(one.target, one.body.key): one.body for one in messages if isinstance(one.body, m.Pull)}
+    joined = []
+    for one in messages:
+        body = one.body
+        if isinstance(body, m.Push):
+            pull = pulls.pop((one.target, body.key), None)
+            joined.append(one if pull is None else replace(one, body=replace(body, pull=pull)))
+        elif not isinstance(body, m.Pull) or (one.target, body.key) in pulls:
+            joined.append(one)
+    return joined

@@ -36,11 +36,13 @@ class Reader:
         return self.answers()
 
     def may_answer(self, pull: Pull) -> bool:
-        """Whether a read sees all that it must: the least clock is far enough, and the reader's own pushes are in."""
+        """Whether a read sees all that it must: the least clock is far enough, the reader's own pushes are in, and what
+        other ranges had."""
         part = self.part
         if part.view != self.view or not part.seeded or pull.worker not in part.clocks:
             return False
-        return part.clocks.minimum >= pull.need and part.seqs[pull.worker] >= pull.own
+        enough = part.clocks.minimum >= pull.need and part.seqs[pull.worker] >= pull.own
+        return enough and part.covers(pull.least)
 
     def answers(self) -> list[tuple[int, Rows]]:
         """The answers to all reads that may be answered now, as (worker, rows)."""

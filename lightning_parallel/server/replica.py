@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_parallel.server.chain import MANAGER, Place
+from lightning_parallel.server.chain import MANAGER, NoBoard, Place
+from lightning_parallel.server.filters import decode
 from lightning_parallel.server.filters.codec import fits
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.intake import Intake
@@ -23,11 +24,13 @@ from lightning_parallel.server.messages import (
     Hold,
     Pull,
     Push,
+    Read,
     Seed,
     Value,
     View,
 )
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.sandblaster import check
 
 
 class Replica(Place):
@@ -40,8 +43,9 @@ class Replica(Place):
         rules: Rules,
         send: Callable[[str, Any], None],
         journal: Callable[[int, Entry], None] | None = None,
+        board: NoBoard | None = None,
     ) -> None:
-        super().__init__(me, part, rules, send, journal)
+        super().__init__(me, part, rules, send, journal, board)
         self.intake = Intake(part, rules)
         self._held_told: tuple[int, int] | None = None
 
@@ -95,18 +99,35 @@ class Replica(Place):
             self.flush(now)
 
     def on_call(self, source: str, call: Call, now: float) -> None:
-        """Do arithmetic once; asked again, only the answer is sent again."""
-        if not self.takes_in or (call.batch > self.part.batch and call.portion >= 0):
+        """Do arithmetic once, on a range that has its first weights; asked again, only the answer is sent again."""
+        if not self.takes_in or not self.part.seeded or (call.batch > self.part.batch and call.portion >= 0):
             return
         last, value = self.part.calls.get(source, (0, 0.0))
         if call.portion >= 0:  # of a batch that is over, it does not count; one that is counted is done
             over = call.batch < self.part.batch or call.portion in self.part.counted
             last, value = call.request if over else call.request - 1, 0.0
-        if call.request > last:
+        if call.request > last and (refusal := self._refusal(call)):
+            self.send(source, Value(self.part.key, call.request, 0.0, refusal=refusal))
+        elif call.request > last:
             words = (source, call.request, call.batch, call.portion, *call.words)
             self._take(Entry(self.part.lsn + 1, push=call.values, call=words), now)
         elif call.request == last and self.committed == self.part.lsn:
             self.send(source, Value(self.part.key, last, value))
+
+    def _refusal(self, call: Call) -> str:
+        """Why a call cannot be done, if it cannot."""
+        try:
+            values = None if call.values is None else decode(call.values)
+            check({"x": self.part.weights} | self.part.vectors, call.words, values)
+        except (ValueError, RuntimeError, IndexError) as error:
+            return str(error)
+        return ""
+
+    def on_read(self, source: str, read: Read) -> None:
+        """Show a named vector, at the tail, once the batch has begun: until it is over the vector stays as it is."""
+        vector = self.part.vectors.get(read.name)
+        if self.is_tail and self.is_current and self.part.batch >= read.batch and vector is not None:
+            self.send(source, Value(self.part.key, read.request, 0.0, vector.clone()))
 
     def on_hold(self, hold: Hold, now: float) -> None:
         """A reader asks the range to stand still."""

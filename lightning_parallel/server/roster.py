@@ -1,8 +1,8 @@
 """What a manager must not forget, and the log that it goes on from when it is started again.
 
 The one idea: all that the manager knows is small, so a record of the log is all of it; the last whole one counts. It is
-on disk before anybody is told. Left out: portions of a batch, which the coordinator names again (``sharing.py``), and
-leases, which begin anew.
+on disk before anybody is told. Left out: leases, which begin anew, and who has which portion in hand (a helper
+sends its result until it is counted).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_parallel.server.messages import View
+from lightning_parallel.server.sharing import Progress
 from lightning_parallel.server.wire.fields import record
 
 _RECORD = struct.Struct("<II")  # bytes, CRC-32
@@ -35,12 +36,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part, as of one moment: the view, the members by address, who is gone, worker numbers given out."""
+    """Who takes part, as of one moment: the view, the members by address, who is gone, worker numbers given out; and
+    how far the batch in hand is."""
 
     view: View = field(default_factory=View)
     members: dict[str, Member] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
     workers: int = 0
+    progress: Progress = field(default_factory=Progress)
 
 
 _PUT, _TAKE = record(Roster)

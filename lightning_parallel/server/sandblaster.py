@@ -12,7 +12,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,20 +38,45 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
         >>> perform(vectors, ("axpy", 2.0, "a", "b")), perform(vectors, ("dot", "a", "b"))
         (0.0, 6.0)
     """
+    check(vectors, words, values)
     name, *rest = words
-    try:
-        if name == "dot":
-            return float(vectors[str(rest[0])] @ vectors[str(rest[1])])
-        if name == "max":
-            return float(vectors[str(rest[0])].abs().max())
-        if name == "add" and values is not None:
-            vectors[str(rest[0])].add_(values)
-            return 0.0
-        _CHANGES[str(name)](vectors, *rest)
-    except KeyError as error:
-        known = ", ".join(sorted(vectors))
-        raise ValueError(f"No call or vector {error} in {words!r}; vectors are {known}.") from error
+    if name == "dot":
+        return float(vectors[str(rest[0])] @ vectors[str(rest[1])])
+    if name == "max":
+        return float(vectors[str(rest[0])].abs().max())
+    if name == "add" and values is not None:
+        vectors[str(rest[0])].add_(values)
+        return 0.0
+    _CHANGES[str(name)](vectors, *rest)
     return 0.0
+
+
+_SIGNATURES = {  # v: a vector that is there, n: a name, #: a number
+    "dot": "vv", "scale": "v#", "axpy": "#vv", "copy": "vn", "max": "v", "zero": "nv", "add": "v", "drop": "n",
+    "store": "",
+}  # fmt: skip
+
+
+def check(vectors: Mapping[str, Tensor], words: Words, values: Tensor | None = None) -> None:
+    """Refuse a call that cannot be done, so that it never gets into a range's history.
+
+    Raises:
+        ValueError: there is no such call, or no such vector, or the values are of another length.
+    """
+    name, *rest = words or ("",)
+    signature = _SIGNATURES.get(str(name))
+    if signature is None or len(signature) != len(rest):
+        raise ValueError(f"No call {words!r}; calls are {', '.join(_SIGNATURES)}.")
+    for kind, word in zip(signature, rest, strict=True):
+        if kind == "v" and word not in vectors:
+            raise ValueError(f"No vector {word!r} in {words!r}; vectors are {', '.join(sorted(vectors))}.")
+        if isinstance(word, (int, float)) != (kind == "#"):
+            raise ValueError(f"{word!r} is out of place in {words!r}.")
+    if name == "add" and (
+        values is None or values.shape != vectors[str(rest[0])].shape or not values.is_floating_point()
+    ):
+        what = "nothing" if values is None else f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"{words!r} came with {what}, and needs floating-point numbers as long as the vector.")
 
 
 def _scale(vectors: dict[str, Tensor], a: str, number: float) -> None:

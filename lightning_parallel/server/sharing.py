@@ -2,7 +2,8 @@
 
 The one idea: whoever says that it is idle gets a portion, and gets the same one again if it asks again; at the end what
 is still outstanding is handed out a second time, and a worker that is gone leaves its portion to the next. Nothing here
-is lost for good: the coordinator names its batch until it is done, workers say that they are idle until they have work.
+is lost for good: the coordinator names its batch until it is done, workers say that they are idle until they have work,
+and what is done is in the manager's log before anybody is told (``Progress``).
 Left out: results, which go to the ranges (each range adds a portion once, see ``history.py``).
 
 Source:
@@ -12,6 +13,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_parallel.server.messages import Batch, Counted, Done, Finished, Idle, Portion
@@ -20,32 +22,49 @@ from lightning_parallel.server.portions import Portions
 Send = Callable[[str, Any], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A batch as far as it is done: its number, its portions, who named it, portion -> who was first and with what."""
+
+    batch: int = 0
+    count: int = 0
+    coordinator: str = ""
+    results: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+
 class Sharing:
     """The portions of the batch in hand.
 
     Args:
         send: takes (address, body) of what is to be sent.
+        progress: what a manager that is gone knew, to go on from.
     """
 
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.batch, self.value = 0, 0.0
-        self.portions: Portions | None = None
+    def __init__(self, send: Send, progress: Progress | None = None) -> None:
+        progress = progress or Progress()
+        self.send, self.batch = send, progress.batch
+        self.portions = Portions(progress.count, progress.results) if progress.count else None
         self.duplicated = 0  # portions that were handed out again while another had them, in all batches
-        self._coordinator = ""
+        self._coordinator = progress.coordinator
         self._at: dict[str, int] = {}  # worker -> the portion that it has
         self._idle: dict[str, None] = {}  # workers without one, in the order in which they said so
-        self._values: dict[int, tuple[str, float]] = {}  # portion -> who was first, and with what
+        self._results = dict(progress.results)  # portion -> who was first, and with what
 
-    def handle(self, source: str, body: Batch | Idle | Finished) -> None:
-        """React to a coordinator or a worker."""
+    @property
+    def progress(self) -> Progress:
+        """What is done."""
+        count = 0 if self.portions is None else self.portions.count
+        return Progress(self.batch, count, self._coordinator, dict(self._results))
+
+    def handle(self, source: str, body: Batch | Idle | Finished) -> bool:
+        """React to a coordinator or a worker; whether ``progress`` has changed."""
         if isinstance(body, Batch):
-            self._begin(source, body)
-        elif isinstance(body, Idle):
-            self._idle[source] = None
-            self._hand_out()
-        else:
-            self._finish(source, body)
+            return self._begin(source, body)
+        if isinstance(body, Finished):
+            return self._finish(source, body)
+        self._idle[source] = None
+        self._hand_out()
+        return False
 
     def leave(self, worker: str) -> None:
         """A worker is gone: what only it had is handed out again."""
@@ -55,13 +74,18 @@ class Sharing:
             self.portions.leave(worker)
         self._hand_out()
 
-    def _begin(self, coordinator: str, batch: Batch) -> None:
-        self._coordinator = coordinator
-        if batch.batch > self.batch and batch.count > 0:
-            self.batch, self.portions = batch.batch, Portions(batch.count)
-            self._at, self._values = {}, {}
+    def _begin(self, coordinator: str, batch: Batch) -> bool:
+        if batch.count < 1:
+            self.send(coordinator, Batch(self.batch, 0))
+            return False
+        is_new = batch.batch > self.batch
+        if is_new:
+            self.batch, self.portions, self._coordinator = batch.batch, Portions(batch.count), coordinator
+            self._at, self._results = {}, {}
             self._hand_out()
-        self._tell_done()
+        if coordinator == self._coordinator:
+            self._tell_done()
+        return is_new
 
     def _hand_out(self) -> None:
         portions = self.portions
@@ -76,17 +100,19 @@ class Sharing:
                 self._at[worker] = portion
                 self.send(worker, Portion(self.batch, portion))
 
-    def _finish(self, worker: str, finished: Finished) -> None:
+    def _finish(self, worker: str, finished: Finished) -> bool:
         batch, portion = finished.batch, finished.portion
         if batch == self.batch and self._at.get(worker) == portion:
             del self._at[worker]
-        if batch == self.batch and self.portions is not None and self.portions.finish(portion, worker):
-            self._values[portion] = (worker, finished.value)
+        is_first = batch == self.batch and self.portions is not None and self.portions.finish(portion)
+        if is_first:
+            self._results[portion] = (worker, finished.value)
             self._tell_done()
-        first = batch == self.batch and self._values.get(portion, ("",))[0] == worker
-        self.send(worker, Counted(batch, portion, int(first)))
+        was_first = batch == self.batch and self._results.get(portion, ("",))[0] == worker
+        self.send(worker, Counted(batch, portion, int(was_first)))
+        return is_first
 
     def _tell_done(self) -> None:
         if self.portions is not None and self.portions.is_done:
-            total = sum(self._values[portion][1] for portion in sorted(self._values))
+            total = sum(self._results[portion][1] for portion in sorted(self._results))
             self.send(self._coordinator, Done(self.batch, total))

@@ -1,5 +1,6 @@
 """The parameter server as real processes: killed, stopped, started again; over ipc, TCP and shared memory."""
 
+import itertools
 import os
 import signal
 
@@ -20,8 +21,8 @@ def counting(**options) -> Rules:
     return Rules(Layout(SIZE, 2), AddDelta(), scale="sum", **options)
 
 
-def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> None:
-    """Push a 1 into this worker's own element, ``steps`` times; tell how many pushes are acknowledged."""
+def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None, stops: bool = False) -> None:
+    """Push a 1 into this worker's own element, ``steps`` times; tell how many pushes are acknowledged, and stop."""
     torch.set_num_threads(1)
     session = job.join(name).start(torch.zeros(SIZE))
     try:
@@ -30,6 +31,8 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
             if step == hold_at:
                 session.settle()
                 pipe.send(("at", session.client.worker, step))
+                if stops:
+                    os.kill(os.getpid(), signal.SIGSTOP)
             push = torch.zeros(SIZE)
             push[session.client.worker - 1] = push[4 + session.client.worker - 1] = 1
             session.push(push)
@@ -46,11 +49,12 @@ def count(job: Job, name: str, steps: int, pipe, hold_at: int | None = None) -> 
 class Workers:
     """Forked workers of a job and what they say."""
 
-    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None, first: int = 0):
+    def __init__(self, job: Job, steps: int, num: int = 2, hold_at: int | None = None, first: int = 0, stops: int = -1):
         self.pipes, self.processes = [], []
         for index in range(first, first + num):
             ours, theirs = _fork.Pipe()
-            process = _fork.Process(target=count, args=(job, f"w{index}", steps, theirs, hold_at), daemon=True)
+            args = (job, f"w{index}", steps, theirs, hold_at, index == stops)
+            process = _fork.Process(target=count, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -116,21 +120,33 @@ def kill(launched: Launch, name: str) -> None:
     process.join()
 
 
-def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
+def kill_in_the_middle(dead: int, servers: tuple[str, str]) -> None:
+    """A worker and two of four servers; the other workers go on, and no acknowledged push is lost."""
     with launch(counting(consistency=SSP(2)), 4, 3) as started:
         workers = Workers(started.job, steps=30, num=3, hold_at=8)
         held = [workers.hear(index) for index in range(3)]  # each has 8 pushes acknowledged
-        kill(started, "s1")
-        kill(started, "s2")
-        os.kill(workers.processes[0].pid, signal.SIGKILL)
-        said = [workers.hear(index) for index in (1, 2)]
+        kill(started, servers[0])
+        kill(started, servers[1])
+        os.kill(workers.processes[dead].pid, signal.SIGKILL)
+        said = [workers.hear(index) for index in range(3) if index != dead]
         workers.end()
-    victim = held[0][1]
+    victim = held[dead][1]
     last = max(said, key=lambda one: sum(one[3].values()))
     for kind, worker, _, seqs in said:
         assert kind == "done" and seqs[worker] == 30
     assert_counts(last[2], last[3])
     assert min(last[2][victim - 1], last[2][4 + victim - 1]) >= 8  # it may have died in a push
+
+
+def test_killing_a_worker_and_two_servers_loses_no_acknowledged_update():
+    kill_in_the_middle(0, ("s1", "s2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", range(3))
+@pytest.mark.parametrize("servers", list(itertools.combinations(("s0", "s1", "s2", "s3"), 2)), ids="-".join)
+def test_killing_any_worker_and_any_two_servers_loses_no_acknowledged_update(dead, servers):
+    kill_in_the_middle(dead, servers)
 
 
 def test_a_manager_that_is_killed_and_started_again_goes_on():
@@ -151,9 +167,8 @@ def test_a_manager_that_is_killed_and_started_again_goes_on():
 
 def test_a_worker_that_is_stopped_past_its_lease_is_fenced():
     with launch(counting(consistency=SSP(0)), 1, 2) as started:
-        workers = Workers(started.job, steps=6, hold_at=2)
+        workers = Workers(started.job, steps=6, hold_at=2, stops=0)
         workers.hear(0), workers.hear(1)
-        os.kill(workers.processes[0].pid, signal.SIGSTOP)
         kind, worker, vector, seqs = workers.hear(1)  # goes on once the lease of the other has ended
         os.kill(workers.processes[0].pid, signal.SIGCONT)
         said = workers.hear(0)
@@ -234,3 +249,12 @@ def test_curve_keys_work_and_are_needed():
         workers = Workers(started.job, steps=3, num=1)
         assert workers.hear(0)[0] == "done"
         workers.end()
+
+
+def test_who_cannot_join_leaves_no_sockets_open():
+    """Warnings of sockets that nobody closed are errors."""
+    with launch(counting(), 1, 2) as started:
+        session = started.job.join("w0", timeout=0.3)  # the job waits for a second worker
+        with pytest.raises(TimeoutError, match=r"w0\..* got no answer in 0\.3 s"):
+            session.start()
+        assert session.node.context.closed

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A coordinator has a batch to be done, in portions; it takes the place of the one before it."""
+    """A coordinator has a batch to be done, in portions; it takes the place of the one before it. Without portions it
+    asks for the number of the last one, and the manager's answer says that."""
 
     batch: int
     count: int

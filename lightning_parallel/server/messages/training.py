@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +20,15 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks for a range once the least clock is ``need`` and the worker's own push ``own`` is in it."""
+    """Asks for a range once the least clock is ``need``, the worker's own push ``own`` is in it, and all of ``least``,
+    worker -> seq."""
 
     key: int
     worker: int
     request: int
     need: int = 0
     own: int = 0
+    least: Seqs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,21 @@ class Nack:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """Asks the tail for a named vector as it is in a batch, see ``helper.py``."""
+
+    key: int
+    request: int
+    name: str
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
-    """What a call came to."""
+    """What a call came to, or the vector that was asked for, or why there is neither."""
 
     key: int
     request: int
     value: float
     values: Tensor | None = None
+    refusal: str = ""

@@ -17,7 +17,7 @@ from lightning_parallel.server.wire.plain import Source
 BODIES: tuple[type, ...] = (
     m.View, m.Seed, m.Push, m.Begin, m.Hold, m.At, m.Pull, m.Rows, m.Held, m.Ack, m.Nack, m.Append, m.Committed, m.Copy,
     m.Hello, m.Lease, m.Leave, m.Refused, m.Copied, m.Want, m.Drain, m.Drained, m.Call, m.Value, m.Batch,
-    m.Idle, m.Portion, m.Finished, m.Counted, m.Done,
+    m.Idle, m.Portion, m.Finished, m.Counted, m.Done, m.Read,
 )  # fmt: skip
 _OPS = {body: op for op, body in enumerate(BODIES)}
 _CODECS = [record(body) for body in BODIES]

@@ -1,12 +1,19 @@
 """Random interleavings with faults: what must hold in every one, and that it does not without each safeguard."""
 
+import faulthandler
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from lightning_parallel.server import Server
+from lightning_parallel.server import AddDelta, Server
+from lightning_parallel.server.history import Range
 from lightning_parallel.server.intake import Intake
-from lightning_parallel.server.messages import Ack
+from lightning_parallel.server.messages import Ack, Committed, Entry, Push, View
+from lightning_parallel.server.replica import Replica
 from tests.server_faults import Faults, Plan, WatchedReplica, plans, play
+from tests.server_world import adding
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
@@ -24,6 +31,7 @@ def test_what_must_hold_holds_in_random_interleavings(plan):
 @given(plans)
 @pytest.mark.timeout(6 * 3600)
 def test_what_must_hold_holds_in_a_hundred_thousand_interleavings(plan):
+    faulthandler.cancel_dump_traceback_later()  # pytest's, of a running thread: it can end the interpreter
     play(plan)
 
 
@@ -135,6 +143,25 @@ def test_a_cut_link_between_two_servers_loses_nothing():
     world.run().settle()
     world.check_end()
     assert world.part(0).version == 24
+
+
+def test_a_push_that_the_head_did_not_pass_on_itself_is_acknowledged_when_it_is_sent_again():
+    """Its replica came as a copy. The worker that only waits for the acknowledgement waited for ever."""
+    plan = Plan(
+        301, rule=5, workers=3, servers=4, ranges=1, server_faults=2, worker_joins=1, worker_faults=1, lossy=True
+    )
+    play(replace(plan, boards=True))
+    part, sent = Range(0, 1, AddDelta()), []
+    part.apply(Entry(1, seed=torch.zeros(1), joined=(5,)))
+    push = Push(0, 5, 1, 1, torch.ones(1))
+    part.apply(Entry(2, push.values, marks={5: (1, 1)}, pushes=1))
+    head = Replica("a", part, adding(1, 1), lambda target, body: sent.append((target, body)))
+    head.adopt(View(2, {0: ("a", "b")}, workers={5: "w"}), 0.0)
+    head.on_push("w", push, 0.0)
+    assert ("w", Ack(0, 1)) not in sent  # who knows what the tail has
+    head.on_committed(Committed(0, 3), 0.0)
+    head.on_push("w", push, 0.0)
+    assert sent[-1] == ("w", Ack(0, 1))
 
 
 def test_a_restarted_worker_of_the_same_name_takes_over():

@@ -9,7 +9,10 @@ import torch
 
 from lightning_parallel.server import AddDelta, Asynchronous, Layout, Manager, Rules, Server
 from lightning_parallel.server.caller import Caller, ServerShards
+from lightning_parallel.server.helper import Helper
+from lightning_parallel.server.messages import Portion
 from lightning_parallel.server.portions import Portions
+from lightning_parallel.server.roster import Roster
 from lightning_parallel.server.sandblaster import LBFGS, LocalShards, perform
 from tests.server_world import random_network
 
@@ -72,7 +75,7 @@ def shared_out(rng: random.Random, x: torch.Tensor, counts) -> tuple[float, torc
         portion = busy.pop(worker)
         if rng.random() < 0.1:
             portions.leave(worker)
-        elif portions.finish(portion, worker):
+        elif portions.finish(portion):
             counts[portion] += 1
             part_loss, part = portion_of(x, portion)
             loss, gradient = loss + part_loss, gradient + part
@@ -90,7 +93,13 @@ def test_on_servers_that_fail_it_is_scipys_too_whichever_duplicate_wins(seed):
     caller = Caller("coordinator", rules)
     network.add(caller, caller.start(0.0))
     network.run(until=lambda: caller.view.number > 0)
-    shards = ServerShards(caller, network.send, lambda done: network.run(until=done))
+
+    def do(start, until) -> None:
+        network.send(start(network.now))
+        network.run(until=until)
+
+    shards = ServerShards(caller, do)
+    network.send(caller.seed(torch.zeros(COLUMNS)))
     network.at(network.now + 3.0, lambda: network.crash("s0"))
     counts, duplicated = [0] * PORTIONS, 0
 
@@ -118,6 +127,82 @@ def test_on_servers_that_fail_it_is_scipys_too_whichever_duplicate_wins(seed):
     np.testing.assert_allclose(read().numpy(), scipys().x, atol=1e-6)
 
 
+class Solver:
+    """A helper that computes a portion's loss and gradient at the point that it got from the servers."""
+
+    def __init__(self, helper: Helper, rng: random.Random):
+        self.helper, self.rng, self.address, self.finish_at = helper, rng, helper.address, None
+
+    view = property(lambda self: self.helper.view)
+
+    @property
+    def wake_at(self):
+        return min((time for time in (self.helper.wake_at, self.finish_at) if time is not None), default=None)
+
+    def handle(self, message, now):
+        out = self.helper.handle(message, now)
+        if self.finish_at is not None and now >= self.finish_at:
+            self.finish_at = None
+            value, gradient = portion_of(self.helper.vector, self.helper.portion.portion)
+            out += self.helper.give(gradient, value)
+        elif self.helper.has_work and self.finish_at is None:
+            self.finish_at = now + self.rng.expovariate(10.0)
+        return out
+
+
+def carries_a_vector(message) -> bool:
+    return any(isinstance(getattr(message.body, name, None), torch.Tensor) for name in ("values", "weights", "vector"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_coordinator_never_sees_a_vector_and_helpers_read_the_point_from_the_servers(seed):
+    """A server, a helper and the manager die meanwhile."""
+    rng, network = random.Random(seed), random_network(seed, mean=0.01, lose=0.01, double=0.01)
+    rules = Rules(Layout(COLUMNS, 3), AddDelta(), Asynchronous(), lease=10.0, resend_after=0.5)
+    log, vectors, delay = [Roster()], [], network.delay
+
+    def watched(message) -> float:
+        if "coordinator" in (message.source, message.target) and carries_a_vector(message):
+            vectors.append(message)
+        return delay(message)
+
+    def manage() -> None:
+        manager = Manager(rules, 4, 0, roster=log[-1], journal=log.append)
+        network.add(manager, manager.start(network.now))
+
+    network.delay = watched
+    manage()
+    for index in range(4):
+        server = Server(f"s{index}", rules)
+        network.add(server, server.start(0.0))
+    solvers = [Solver(Helper(f"h{index}", rules), rng) for index in range(3)]
+    for solver in solvers:
+        network.add(solver, solver.helper.start(0.0))
+    caller = Caller("coordinator", rules)
+    network.add(caller, caller.start(0.0))
+    network.run(until=lambda: caller.view.number > 0 and solvers[0].helper.view.number > 0)
+    network.send(solvers[0].helper.seed(torch.zeros(COLUMNS)))
+
+    def do(start, until) -> None:
+        network.send(start(network.now))
+        network.run(until=until)
+
+    shards = ServerShards(caller, do)
+    network.at(network.now + 3.0, lambda: network.crash("s0"))
+    network.at(network.now + 5.0, lambda: network.crash("h1"))
+    network.at(network.now + 7.0, lambda: network.crash("manager"))
+    network.at(network.now + 8.0, manage)
+    loss = LBFGS(shards, lambda: shards.share(PORTIONS), tolerance=1e-8).run()
+    assert network.now > 8.0 and not vectors
+    assert loss == pytest.approx(scipys().fun, abs=1e-9)
+    network.send(solvers[0].helper.leave())
+    last = Solver(Helper("reader", rules), rng)
+    last.helper.view, last.helper.portion = caller.view, Portion(caller.batch.batch, 0)
+    network.add(last.helper, last.helper._read(caller.batch.batch))
+    network.run(until=lambda: last.helper.vector is not None)
+    np.testing.assert_allclose(last.helper.vector.numpy(), scipys().x, atol=1e-6)
+
+
 def test_a_call_that_is_not_there_is_told():
-    with pytest.raises(ValueError, match=r"No call or vector 'h' in \('dot', 'g', 'h'\); vectors are g\."):
+    with pytest.raises(ValueError, match=r"No vector 'h' in \('dot', 'g', 'h'\); vectors are g\."):
         perform({"g": torch.zeros(1)}, ("dot", "g", "h"))

@@ -38,6 +38,7 @@ class Computer:
         if self.finish_at is not None and now >= self.finish_at:
             self.finish_at = None
             self.done.append(self.helper.portion)
+            assert torch.equal(self.helper.vector, torch.ones(SIZE, dtype=torch.float64))
             out += self.helper.give(torch.full((SIZE,), 1.0 + self.helper.portion.portion), self.helper.portion.portion)
         elif self.helper.has_work and self.finish_at is None:
             self.finish_at = now + self.seconds()
@@ -60,8 +61,12 @@ class Job:
         self.network.add(self.caller, self.caller.start(0.0))
         self.helpers = [self.add_helper(f"h{index}") for index in range(helpers)]
         self.network.run(until=lambda: self.caller.view.number > 0)
-        self.shards = ServerShards(self.caller, self.network.send, lambda done: self.network.run(until=done))
+        self.shards = ServerShards(self.caller, self.do)
         self.network.send(self.caller.seed(torch.ones(SIZE)))
+
+    def do(self, start, until) -> None:
+        self.network.send(start(self.network.now))
+        self.network.run(until=until)
 
     def start_manager(self) -> None:
         self.manager = Manager(self.rules, 3, 0, roster=self.roster, journal=self.keep)
@@ -102,6 +107,70 @@ def test_the_portion_of_a_helper_that_dies_goes_to_another(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_a_manager_that_is_started_again_keeps_what_is_done(seed):
+    """Its log has every portion that was counted: none of them is handed out again, and none is lost."""
+    job, kept = Job(seed), []
+
+    def restart() -> None:
+        kept.extend(job.roster.progress.results)
+        for computer in job.helpers:
+            computer.done.clear()
+        job.start_manager()
+
+    def run(start, until) -> None:
+        job.network.send(start(job.network.now))
+        job.network.run(until=lambda: until() or len(job.roster.progress.results) == 3)
+        if not until():
+            job.network.crash("manager")
+            job.network.at(job.network.now + 2.0, restart)
+            job.network.run(until=until)
+
+    job.shards.do = run
+    assert job.shards.share(COUNT) == sum(range(COUNT))
+    job.shards.do = job.do
+    under_way = {computer.done[0].portion for computer in job.helpers if computer.done}
+    again = {portion.portion for computer in job.helpers for portion in computer.done} - under_way
+    assert len(kept) == 3 and not again & set(kept)
+    assert job.shards.call("dot", "g", "g") == SIZE * sum(range(1, COUNT + 1)) ** 2
+
+
+def test_a_result_from_before_the_manager_was_started_again_counts_once():
+    sent = []
+    first = Sharing(lambda target, body: None)
+    changes = [first.handle("c", Batch(1, 2)), first.handle("a", Idle()), first.handle("b", Idle())]
+    changes += [first.handle("a", Finished(1, 0, 2.5)), first.handle("a", Finished(1, 0, 2.5))]
+    assert changes == [True, False, False, True, False]  # what must be in the log before anybody is told
+    second = Sharing(lambda target, body: sent.append((target, body)), first.progress)
+    second.handle("a", Finished(1, 0, 2.5))  # its answer was lost
+    second.handle("d", Finished(1, 0, 9.0))
+    second.handle("b", Finished(1, 1, 4.0))  # of a portion that the first one gave out
+    second.handle("b", Finished(1, 7, 4.0))  # of none
+    counted = [Counted(1, 0, 1), Counted(1, 0, 0), Counted(1, 1, 1), Counted(1, 7, 0)]
+    assert [body for target, body in sent if target != "c"] == counted
+    assert [body for target, body in sent if target == "c"] == [Done(1, 6.5)]
+
+
+def test_the_next_coordinator_goes_on_counting_batches():
+    job = Job(6)
+    job.run()
+    job.network.send(job.caller.leave())
+    job.caller = Caller("coordinator 2", job.rules)
+    job.network.add(job.caller, job.caller.start(job.network.now))
+    job.shards = ServerShards(job.caller, job.do)
+    job.run()
+    assert job.caller.batch.batch == 2
+
+
+def test_a_call_that_cannot_be_done_is_refused_and_the_servers_go_on():
+    job = Job(7)
+    with pytest.raises(ValueError, match=r"No vector 'z' in \('dot', 'x', 'z'\); vectors are x\."):
+        job.shards.call("dot", "x", "z")
+    with pytest.raises(ValueError, match=r"No call \('solve', 'x'\); calls are dot, scale"):
+        job.shards.call("solve", "x")
+    job.run()
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_server_and_the_manager_die_in_a_batch(seed):
     job = Job(seed)
     job.network.at(job.network.now + 1.0, lambda: job.network.crash("s0"))
@@ -135,7 +204,7 @@ def test_a_lone_helper_that_is_lost_leaves_its_portion_to_the_next():
 def test_a_result_of_a_batch_that_is_over_does_not_count():
     job = Job(5, helpers=1)
     late = Helper("late", job.rules)
-    late.portion = Portion(1, COUNT)
+    late.portion, late.vector = Portion(1, COUNT), torch.ones(SIZE)
     job.run()
     job.run()
     late.view = job.caller.view

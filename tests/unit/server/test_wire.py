@@ -86,8 +86,8 @@ def test_what_is_announced_is_not_allocated_beyond_the_limit():
 
 
 def test_values_that_are_not_those_of_a_message_are_refused():
-    op, meta, _ = wire.encode(m.Message("a", "b", 0, m.At(1, 2, 3, {4: 5})))
-    assert wire.decode(op, meta, []).body == m.At(1, 2, 3, {4: 5})
+    op, meta, _ = wire.encode(m.Message("a", "b", 0, m.At(1, 2, 3, {4: 5, 6: 7})))
+    assert wire.decode(op, meta, []).body == m.At(1, 2, 3, {4: 5, 6: 7})
     for wrong in (meta[:-1], meta + b"?", meta[:5], b"", meta[:2] + b"\xff" + meta[3:]):
         with pytest.raises(WireError):
             wire.decode(op, wrong, [])
