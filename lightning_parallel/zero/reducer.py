@@ -116,8 +116,8 @@ class Reducer:
         self._ahead[number] = self.buckets[number].reduce(self.traffic)
 
     def reduce_made(self, order: Sequence[int]) -> None:
-        """Reduce all gradients, in an order of bucket numbers that begins with those that were sent ahead. Who has which
-        is agreed first, so that ranks that have come to a pause meanwhile are told so."""
+        """Reduce all gradients, in an order of bucket numbers that begins with those that were sent ahead. Who has
+        which is agreed first, so that ranks that have come to a pause meanwhile are told so."""
         ahead, self._ahead = self._ahead, {}
         late = {number: self.buckets[number].set_aside() for number in ahead}
         is_late = any(gradient is not None for gradients in late.values() for gradient in gradients)
