@@ -7,16 +7,19 @@ is saved (``hybrid_checkpoints.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_parallel.pipeline.early_sums import Round
+from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
 from lightning_parallel.trainer.holders import model_copies
@@ -147,7 +150,7 @@ class DividedPipeline(DividedCheckpoints):
             yield
             return
         self._evaluates = not training
-        states.partition.reducer.begin(0 if once else len(self._sizes(batch)))
+        states.begin(0 if once else len(self._sizes(batch)))
         whole = once or self.repeats.may_repeat(kind) or (training and not self._loss_checked)
         with states.windows.whole() if whole else nullcontext():
             yield
@@ -168,6 +171,19 @@ class DividedPipeline(DividedCheckpoints):
         if self._states is not None and self._evaluates and self.windows is None:
             self._states.windows.let_go()
         self._evaluates = False
+
+    def sums_while_running(
+        self, schedule: Schedule, may_begin_anew: bool
+    ) -> tuple[Round | None, Callable[[int], None] | None]:
+        module = self.lightning_module
+        assert module is not None
+        if self._states is None or self.pipeline.sums is not None:
+            return super().sums_while_running(schedule, may_begin_anew)
+        accumulates = self.zero_stage == 1 and module.trainer.accumulate_grad_batches > 1
+        first = not self._loss_checked  # one copy might begin it anew, and another not
+        if first or accumulates or is_overridden("optimizer_zero_grad", module):
+            return None, None
+        return None, self._states.early.begin(schedule)
 
     def _join_copies(self) -> None:
         if self._states is None:

@@ -83,6 +83,17 @@ class Bucket:
         gradients = [p.grad.fresh if isinstance(p.grad, ShardedGradient) else p.grad for p in self.parameters]
         return [gradient is not None for gradient in gradients]
 
+    def set_aside(self) -> list[Tensor | None]:
+        """What was added to gradients since they were sent, by parameter; `deliver` comes next."""
+        late: list[Tensor | None] = []
+        for i, parameter in enumerate(self.parameters):
+            gradient: Any = parameter.grad
+            parameter.grad, is_part = None, isinstance(gradient, ShardedGradient)
+            late.append(gradient.fresh if is_part else gradient)
+            if is_part:
+                self._before[i], gradient.fresh = gradient, None
+        return late
+
     def hold(self) -> None:
         """Keep whole gradients, to which later backwards add (stage 1)."""
         self._collect()

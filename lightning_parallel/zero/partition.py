@@ -83,6 +83,7 @@ class Partition:
         self.reducer = Reducer(self.traffic, control, waiting, self.name_of)
         self.buckets: list[Bucket] = []
         self._slots: dict[nn.Parameter, tuple[int, int]] = {}
+        self.shapes: dict[nn.Parameter, torch.Size] = {}  # as divided; others may change them in the end
         self.optimizers = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
         for optimizer in optimizers:
             self.cover(optimizer)
@@ -155,6 +156,7 @@ class Partition:
             members = [parameters[i] for i in indices]
             for index, parameter in enumerate(members):
                 self._slots[parameter] = (len(self.buckets) + len(made), index)
+                self.shapes[parameter] = parameter.shape
             kind = GatheredBucket if options.stage == 3 else Bucket
             made.append(kind(members, self.ranks, options.master_weights, options.stage == 1, options.offload))
         broadcast_all([bucket.flat for bucket in made], self._group, self.source)

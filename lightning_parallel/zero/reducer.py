@@ -53,6 +53,8 @@ class Reducer:
         self._order: list[int] = []
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._open = self._agreed_order = False
+        self._late = 0  # ranks that have more to reduce
+        self._ahead: dict[int, list[bool]] = {}  # of buckets that were sent, which parameters had a gradient
         self._reset()
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -109,34 +111,44 @@ class Reducer:
         self.finish()
         self.sync = before
 
-    def reduce_made(self) -> None:
-        """Reduce gradients to which no more is added. Who has which is agreed before anything is sent, so that ranks
-        that have come to a pause meanwhile are told so."""
+    def send(self, number: int) -> None:
+        """Begin to reduce a bucket whose gradients are made; `reduce_made` ends it."""
+        self._ahead[number] = self.buckets[number].reduce(self.traffic)
+
+    def reduce_made(self, order: Sequence[int]) -> None:
+        """Reduce all gradients, in an order of bucket numbers that begins with those that were sent ahead. Who has
+        which is agreed first, so that ranks that have come to a pause meanwhile are told so."""
+        ahead, self._ahead = self._ahead, {}
+        late = {number: self.buckets[number].set_aside() for number in ahead}
+        is_late = any(gradient is not None for gradients in late.values() for gradient in gradients)
         self._start()
         self._open = False
+        self._active[:] = [number for number in order if self._missing[number] and number not in ahead]
+        made = [ahead[number] if number in ahead else bucket.made() for number, bucket in enumerate(self.buckets)]
         with self.waiting("the other ranks' gradients"):
-            made = self._vote([bucket.made() for bucket in self.buckets], pausing=False)
+            made = self._vote(made, pausing=False, late=is_late)
+        more = self._late
         self._launch(everything=True)
-        for number in self._active:
+        for number in [*ahead, *self._active]:
             self.buckets[number].deliver(made[number], self.traffic)
         self.rounds += 1
+        for number, gradients in late.items():
+            for parameter, gradient in zip(self.buckets[number].parameters, gradients, strict=True):
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                elif gradient is not None:
+                    parameter.grad = gradient
+        if more:
+            self.reduce_made(order)
 
-    def begin(self, batches: int) -> None:
-        """Before a step whose collectives all ranks have to share: they are there, with as many micro-batches.
+    def meet(self) -> None:
+        """Before a step whose collectives all ranks have to share: none of them has come to a pause.
 
         Raises:
-            ValueError: others have come to a pause, or have another number.
+            ValueError: one has.
         """
         with self.waiting("the other ranks, to begin a step"):
             self._vote([[False] * len(bucket.parameters) for bucket in self.buckets], pausing=False)
-            counts = torch.tensor([batches, -batches])
-            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.group)
-        most, least = counts[0].item(), -counts[1].item()
-        if most != least:
-            raise ValueError(
-                f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
-                ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
-            )
 
     def pause(self) -> None:
         """Where an epoch or an evaluation begins: all ranks have to be there.
@@ -216,10 +228,11 @@ class Reducer:
         dist.broadcast(order, source, group=self.group)
         self._order = order.tolist()
 
-    def _vote(self, made: list[list[bool]], pausing: bool) -> list[list[bool]]:
-        votes = torch.tensor([*(vote for bucket in made for vote in bucket), pausing, self.rounds], dtype=torch.int64)
+    def _vote(self, made: list[list[bool]], pausing: bool, late: bool = False) -> list[list[bool]]:
+        flags = [vote for bucket in made for vote in bucket]
+        votes = torch.tensor([*flags, late, pausing, self.rounds], dtype=torch.int64)
         dist.all_reduce(votes, group=self.group)
-        *counts, ended, rounds = votes.tolist()
+        *counts, self._late, ended, rounds = votes.tolist()
         ranks = dist.get_world_size(self.group)
         if rounds != self.rounds * ranks:
             raise RuntimeError(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +21,7 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.data_axis import DataAxis
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.early_reduction import EarlyReduction
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.native import states_of_partition
 from lightning_parallel.zero.partition import Options, Partition
@@ -58,14 +61,18 @@ class StageStates:
         )  # fmt: skip
         partition = self.partition
         self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting)
+        self.early = EarlyReduction(partition.reducer, self._entry_of, table.row)
         self.stage = options.stage
 
     def _apart(self, parameter: nn.Parameter) -> Any:
         entry = self._entries[parameter]
         return entry.stages, entry.rows
 
+    def _entry_of(self, bucket: Bucket) -> Entry:
+        return self._entries[bucket.parameters[0]]
+
     def _stages_of(self, bucket: Bucket) -> tuple[int, ...]:
-        return self._entries[bucket.parameters[0]].stages
+        return self._entry_of(bucket).stages
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +83,23 @@ class StageStates:
         batches, after each.
         """
         if not accumulating or self.stage > 1:
-            self.partition.reducer.reduce_made()
+            self.partition.reducer.reduce_made(self.early.order)
+
+    def begin(self, batches: int) -> None:
+        """Before a step of stage 3, whose gathers all copies have to share: they are there, with as many micro-batches.
+
+        Raises:
+            ValueError: others have come to a pause, or have another number.
+        """
+        self.partition.reducer.meet()
+        counts = torch.tensor([batches, -batches])
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.data.group)
+        most, least = int(counts[0]), -int(counts[1])
+        if most != least:
+            raise ValueError(
+                f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
+                ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
+            )
 
     def pause(self) -> None:
         """Where an epoch or an evaluation begins or training ends: all copies have to be there."""

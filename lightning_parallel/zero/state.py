@@ -161,7 +161,7 @@ def load_masters(partition: Partition, masters: Mapping[str, Tensor]) -> None:
 
 def _piece(field: str, value: Any, segment: nn.Parameter, parameter: nn.Parameter, partition: Partition) -> Any:
     if is_by_element(field, value, segment.shape):
-        return Piece(partition.piece(parameter)[0], value.detach().cpu().clone(), parameter.shape)
+        return Piece(partition.piece(parameter)[0], value.detach().cpu().clone(), partition.shapes[parameter])
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 

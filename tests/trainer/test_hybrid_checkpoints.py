@@ -43,7 +43,7 @@ def assert_goes_on(records: list[Record], whole: Record, mesh: Mesh) -> None:
     assert_one_process(records, rest, mesh)
 
 
-SAVED = [("zero 3, zb_v", "sharded", "at_end"), ("zero 2", "full", "after")]
+SAVED = [("zero 3, zb_v", "sharded", "at_end"), ("zero 3, tensor", "full", "after")]
 RESUMED = [("zero 1, four copies", 0), ("four stages", 0), ("zero 3, zb_v", 1), ("zero 3, interleaved", None)]
 
 

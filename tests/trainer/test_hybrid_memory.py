@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.callbacks import CommunicationMonitor, MemoryMonitor
 from lightning_parallel.demo.gpt import GPT, Block
@@ -124,3 +124,28 @@ def test_stage_3_holds_one_stages_parameters_at_a_time():
         assert len({stage for stage, _ in later}) == 2 and all(whole == {stage} for stage, whole in later)
     for record in by_step:
         assert all(whole == {stage for _, stage, _ in record.extra} for _, _, whole in record.extra)
+
+
+class Sent(Callback):
+    """Notes how many buckets are on their way when a step's actions are over."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        self.counts.append(len(trainer.strategy._states.partition.reducer._ahead))
+
+
+def sent(trainer: Trainer, module: LightningModule) -> tuple[list[int], int]:
+    counts = next(callback.counts for callback in trainer.callbacks if isinstance(callback, Sent))
+    return counts, len(trainer.strategy._states.partition.buckets)
+
+
+def test_all_buckets_of_a_ranks_own_leave_before_a_step_ends():
+    """None in the first step, which a copy might begin anew; with batches that accumulate, in stage 2 after each."""
+    case = gpt_case(callbacks=lambda: [Sent()]).but(make=gpt, at_end=sent)
+    options = {"zero_stage": 2, "schedule": "zb_v", "bucket_mb": 0.005}
+    jobs = [(case.but(trainer={"accumulate_grad_batches": n}), Mesh(2, 2, 1, options)) for n in (1, 2)]
+    for steps, records in zip((3, 6), on_meshes(jobs), strict=True):
+        for counts, buckets in (record.extra for record in records):
+            assert buckets > 2 and counts == [0] + [buckets] * (steps - 1)

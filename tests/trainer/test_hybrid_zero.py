@@ -59,6 +59,7 @@ def test_what_steps_may_do():
         assert_all_rows(case, references[case.make, "limit_val_batches" in case.trainer], records)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_only_one_copy_uses():
     case = Case(Conditional, lambda: loader(2), trainer={"max_epochs": 2}, validate=False)
     ways = [{"num_microbatches": 1, **states} for states in ({}, THREE, {"zero_stage": 1})]
@@ -78,6 +79,7 @@ def test_a_weight_that_two_stages_share_stays_one_over_three_copies(stage: int):
     assert len(held) == 6 and all(torch.equal(weight, held[0]) for weight in held)
 
 
+@pytest.mark.slow
 def test_float16_has_one_scale_and_skips_steps_everywhere():
     """As copies that divide nothing: what overflows on one rank is found on all, or parts of weights would part."""
     options = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
