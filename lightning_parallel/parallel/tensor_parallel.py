@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
+from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.heads import shared_heads
@@ -80,6 +81,9 @@ class TensorParallel(Uncut):
                 self._sum_gradients([module.bias])
             if style.kind in ("colwise", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
+            if style.kind == "heads":
+                self._change(module, num_heads=module.num_heads // self.axis.size)
+                become(module, Heads, part)
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)
         self._open_scopes()
@@ -190,11 +194,12 @@ class TensorParallel(Uncut):
 
     def _open_scopes(self) -> None:
         """Modules that hold column-wise ones, with heads and widths of this rank."""
+        for layer in self.model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):  # its fast path does not call its modules
+                self._change(layer, activation_relu_or_gelu=0)
         for number, (name, heads) in enumerate(self._heads.items()):
             module = self.model.get_submodule(name)
             self._change(module, **heads)
-            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path does not call its modules
-                self._change(module, activation_relu_or_gelu=0)
             if name:
                 become(module, Scope, Part(name, self._region, number))
 
