@@ -20,7 +20,7 @@ from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.heads import shared_heads
 from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
 from lightning_parallel.parallel.region import Region
-from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles
+from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
@@ -59,6 +59,7 @@ class TensorParallel(Uncut):
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
         if sequence_parallel:
             self.styles, self.blocks = add_sequence_styles(model, self.styles)
+        refuse_outside(self.styles, self.blocks)
         self.shares = self._find_shares()
         self._heads = self._find_heads()
         self._region = Region(axis, device)

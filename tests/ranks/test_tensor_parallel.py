@@ -240,6 +240,7 @@ def test_without_dropout_inside_what_is_drawn_is_what_one_process_draws():
         ),
         ({"blocks.*.up": "columns"}, 2, r"tensor_plan\['blocks.\*.up'\]='columns': use \"colwise\""),
         ({"norm": "colwise"}, 2, r"tensor_plan makes `norm` \(LayerNorm\) \"colwise\", which is for linear modules"),
+        ({"norm": "sequence", "blocks.*.up": "colwise"}, 2, r"makes `norm` \"sequence\", but its input is no slice"),
         ({"norm": "summed"}, 2, r"cuts no module of GPT over 2 ranks"),
         ("auto", 3, r"`blocks.0.qkv` has 16 features to cut, which 3 ranks"),
         ("auto", 8, r"`blocks.0` has num_heads=4, which 8 ranks of the tensor axis do not divide"),
