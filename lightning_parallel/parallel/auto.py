@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_parallel.parallel.attention import can_share_heads
 from lightning_parallel.parallel.heads import says_heads
 from lightning_parallel.parallel.styles import is_conv1d
 
-Kind = Literal["colwise", "rowwise", "vocab", "head", "sequence", "summed"]
+Kind = Literal["colwise", "rowwise", "vocab", "head", "heads", "sequence", "summed"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
     found: dict[str, Style] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
+        if type(module) is nn.MultiheadAttention and can_share_heads(module):
+            found |= {name: Style("heads"), f"{prefix}out_proj": Style("rowwise")}
         for pair in PAIRS:
             names = [*pair.columns, pair.row]
             if all(f"{prefix}{x}" not in found for x in names) and _fits(module, pair):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.shares import Shares
@@ -40,7 +41,7 @@ def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
         ValueError: see the module's docstring.
     """
     found = find_plan(model, size) if plan == "auto" else _named(model, plan)
-    if not any(style.kind in ("colwise", "rowwise", "vocab", "head") for style in found.values()):
+    if not any(style.kind in ("colwise", "rowwise", "vocab", "head", "heads") for style in found.values()):
         raise ValueError(
             f"tensor_plan={plan!r} cuts no module of {type(model).__name__} over {size} ranks: no attention, perceptron"
             ' or embedding is of a form it knows. Name them: tensor_plan={"blocks.*.up": "colwise", "blocks.*.down":'
@@ -77,6 +78,9 @@ def _style(pattern: str, word: str, module: nn.Module) -> Style:
 
 def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     module = model.get_submodule(name)
+    if style.kind == "heads":
+        refuse_attention(module, name, size)  # type: ignore[arg-type]
+        return
     if style.kind in ("colwise", "rowwise", "head") and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f'tensor_plan makes `{name}` ({type(module).__name__}) "{style.kind}", which is for linear modules.'
@@ -148,6 +152,9 @@ def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
         return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
     if style.kind == "vocab":
         return [Cut("weight", _shares(module.weight.shape, 0, 1, size))]
+    if style.kind == "heads":
+        names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
+        return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]
     return []
 
 
@@ -160,7 +167,7 @@ def owners(styles: Mapping[str, Style]) -> list[str]:
     found: dict[str, None] = {}
     columns: list[str] = []
     for name, style in styles.items():
-        if style.kind == "colwise":
+        if style.kind in ("colwise", "heads"):
             columns.append(name)
         elif style.kind == "rowwise" and columns:
             found[_common([*columns, name])] = None

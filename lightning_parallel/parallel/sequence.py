@@ -13,7 +13,7 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,6 +128,20 @@ def add_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> tuple[
                 )
             added[name] = Style("sequence")
     return {**styles, **added}, blocks
+
+
+def refuse_outside(styles: Mapping[str, Style], blocks: Sequence[str] = ()) -> None:
+    """Raise for "sequence" in a plan where nothing is sliced.
+
+    Raises:
+        ValueError: see above.
+    """
+    for name, style in styles.items():
+        if style.kind == "sequence" and not any(name.startswith(f"{block}.") for block in blocks):
+            raise ValueError(
+                f'tensor_plan makes `{name}` "sequence", but its input is no slice of the sequence: that is so in the'
+                " blocks, with sequence_parallel=True. Leave it out of tensor_plan; norms in blocks are found."
+            )
 
 
 def _chain(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:

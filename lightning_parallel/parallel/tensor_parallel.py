@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
+from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.heads import shared_heads
 from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
 from lightning_parallel.parallel.region import Region
-from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles
+from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
@@ -58,6 +59,7 @@ class TensorParallel(Uncut):
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
         if sequence_parallel:
             self.styles, self.blocks = add_sequence_styles(model, self.styles)
+        refuse_outside(self.styles, self.blocks)
         self.shares = self._find_shares()
         self._heads = self._find_heads()
         self._region = Region(axis, device)
@@ -80,6 +82,9 @@ class TensorParallel(Uncut):
                 self._sum_gradients([module.bias])
             if style.kind in ("colwise", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
+            if style.kind == "heads":
+                self._change(module, num_heads=module.num_heads // self.axis.size)
+                become(module, Heads, part)
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)
         self._open_scopes()
@@ -190,11 +195,12 @@ class TensorParallel(Uncut):
 
     def _open_scopes(self) -> None:
         """Modules that hold column-wise ones, with heads and widths of this rank."""
+        for layer in self.model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):  # its fast path does not call its modules
+                self._change(layer, activation_relu_or_gelu=0)
         for number, (name, heads) in enumerate(self._heads.items()):
             module = self.model.get_submodule(name)
             self._change(module, **heads)
-            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path does not call its modules
-                self._change(module, activation_relu_or_gelu=0)
             if name:
                 become(module, Scope, Part(name, self._region, number))
 

@@ -46,6 +46,31 @@ def causal(model: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
+class Torch(nn.Module):
+    """Encoder and decoder layers of torch, with masks, under a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+        self.embedding, self.head = nn.Embedding(17, 16), nn.Linear(16, 17)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 4, **options), 1, enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoderLayer(16, 4, **options, norm_first=True)
+        self.attention = nn.MultiheadAttention(16, 4, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, padding = (
+            self.embedding(ids),
+            torch.zeros_like(ids, dtype=torch.bool).index_fill_(1, torch.tensor([7]), True),
+        )
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        memory = self.encoder(x, src_key_padding_mask=padding)
+        y = self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True)
+        z, weights = self.attention(*[y.transpose(0, 1)] * 3, attn_mask=causal < 0)
+        return self.head(y + z.transpose(0, 1) + weights.sum(-1, keepdim=True) * weights.amax(-1, keepdim=True))
+
+
 Make = Callable[[], nn.Module]
 Loss = Callable[[Any], Tensor]
 MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
@@ -65,6 +90,11 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
         lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
         2 * (3 * 2 + 1 + 2 + 1) + 2,
+    ),
+    "torch": (
+        Torch,
+        lambda model: F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()),
+        (3 + 3) + (3 + 2 * 3) + 2 + 3,
     ),
     "vit": (
         lambda: build("ViTForImageClassification", VIT),
@@ -144,7 +174,10 @@ def check(name: str, size: int, **options: Any) -> None:
         torch.testing.assert_close(ours, losses, **CLOSE)
         torch.testing.assert_close(our_norms, norms, **CLOSE)
         torch.testing.assert_close(our_gradients, gradients, **CLOSE)
-        torch.testing.assert_close(our_weights, weights, **ADAM)
+        for key, value in weights.items():
+            if key.endswith("in_proj_bias"):  # keys' shift all scores of a row alike: their gradient is rounding
+                our_weights[key][16:32] = value[16:32]
+            torch.testing.assert_close(our_weights[key], value, **ADAM)
         assert all(torch.equal(value, ranks[0][1][n]) for n, value in bits.items())
 
 
@@ -207,6 +240,7 @@ def test_without_dropout_inside_what_is_drawn_is_what_one_process_draws():
         ),
         ({"blocks.*.up": "columns"}, 2, r"tensor_plan\['blocks.\*.up'\]='columns': use \"colwise\""),
         ({"norm": "colwise"}, 2, r"tensor_plan makes `norm` \(LayerNorm\) \"colwise\", which is for linear modules"),
+        ({"norm": "sequence", "blocks.*.up": "colwise"}, 2, r"makes `norm` \"sequence\", but its input is no slice"),
         ({"norm": "summed"}, 2, r"cuts no module of GPT over 2 ranks"),
         ("auto", 3, r"`blocks.0.qkv` has 16 features to cut, which 3 ranks"),
         ("auto", 8, r"`blocks.0` has num_heads=4, which 8 ranks of the tensor axis do not divide"),

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_parallel.callbacks import CommunicationMonitor
+from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.demo.huggingface import HuggingFaceLM
 from lightning_parallel.strategies import TensorParallelStrategy
 from tests.harness import free_port, run_ranks
@@ -21,7 +24,7 @@ from tests.trainer.hybrids import (
     on_meshes,
     token_loader,
 )
-from tests.trainer.pipelines import join_as_torchrun, make_trainer, one_process
+from tests.trainer.pipelines import BF16, join_as_torchrun, make_trainer, one_process
 
 
 def llama(**options: Any) -> HuggingFaceLM:
@@ -193,3 +196,49 @@ def test_a_layer_sends_what_megatron_says(sliced):
     assert found["all_reduce", "forward"] == around + small
     assert found["reduce_scatter", "forward"] == layers * 4 * vector
     assert found["all_gather", "forward"] == layers * 4 * vector + ends + logits
+
+
+class LateGPT(LightningModule):
+    """Builds its layers in `configure_model`, where they have no memory."""
+
+    training_step, validation_step, configure_optimizers = (
+        GPT.training_step, GPT.validation_step, GPT.configure_optimizers,
+    )  # fmt: skip
+    _loss, forward = GPT._loss, GPT.forward
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            built = gpt(num_heads=4, tie_embeddings=False)
+            self.context, self.explicit_mask, self.learning_rate = built.context, True, 1e-3
+            for name, child in built.named_children():
+                setattr(self, name, child)
+
+
+@pytest.mark.slow
+def test_initial_values_of_modules_without_memory_are_those_of_any_layout():
+    case = gpt_case().but(make=LateGPT)
+    meshes = [Mesh(2, 2, 1), Mesh(1, 2, 2), Mesh(1, 1, 4, {"sequence_parallel": True, "loss_parallel": True})]
+    stages, cut_stages, cut = (records[0] for records in on_meshes([(case, mesh) for mesh in meshes]))
+    assert all(torch.equal(cut_stages.initial[name], value) for name, value in stages.initial.items())
+    reference = one_process(case)  # where the model is one stage it is built with memory, as here
+    assert all(torch.equal(cut.initial[name], value) for name, value in reference.initial.items())
+    torch.testing.assert_close(torch.stack(cut.losses), torch.stack(reference.losses), **CLOSE)
+
+
+@pytest.mark.slow
+def test_half_precision_and_averages_of_weights_are_one_processs():
+    def weights(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    half = gpt_case(precision="bf16-mixed").but(make=whole_gpt)
+    averaged = gpt_case(callbacks=lambda: [EMAWeightAveraging(decay=0.5)], max_steps=-1, max_epochs=1).but(
+        make=whole_gpt, after=weights
+    )
+    jobs = [(half, Mesh(1, 1, 2, {"sequence_parallel": True})), (averaged, Mesh(1, 1, 2))]
+    in_half, with_average = on_meshes(jobs)
+    torch.testing.assert_close(torch.stack(in_half[0].losses), torch.stack(one_process(half).losses), **BF16)
+    torch.testing.assert_close(with_average[1].extra, one_process(averaged).extra, **ADAM)
