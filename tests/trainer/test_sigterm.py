@@ -151,7 +151,7 @@ def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
     [
         pytest.param("popen", "script", marks=pytest.mark.slow),
         ("popen", "rank 1"),
-        ("fork", "script"),
+        pytest.param("fork", "script", marks=pytest.mark.slow),
         pytest.param("fork", "rank 1", marks=pytest.mark.slow),
     ],
 )
