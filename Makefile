@@ -4,7 +4,7 @@
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-lowest   `make test` with the lowest versions that we support, in an environment of their own (PyPI has torch
-#                    2.9.0 as a CUDA build only: 8 GB on disk, but it runs on CPUs)
+#                    2.9.0 as a CUDA build only: 8 GB on disk, but it runs on CPUs); .ci/lowest is a job of it
 # make check   formatting, lint, types, import rule, doctests
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.

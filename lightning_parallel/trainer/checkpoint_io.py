@@ -42,8 +42,9 @@ def as_lightning_reads(weights_only: bool | None) -> bool | None:
 
 
 def given(weights_only: bool | None) -> dict[str, Any]:
-    """The argument for Lightning's methods, which take it from version 2.6 on."""
-    return {} if weights_only is None else {"weights_only": weights_only}
+    """The argument for Lightning's methods, which take it from version 2.6 on; False is what they did before."""
+    is_default = weights_only is None or (_ALWAYS_TRUSTS and not weights_only)
+    return {} if is_default else {"weights_only": weights_only}
 
 
 def _is_remote(path: str | Path) -> bool:

@@ -84,7 +84,7 @@ class ShardedInputs(saved_tensors_hooks):
         super().__init__(self._cut, self._join)
 
     def _cut(self, tensor: Tensor) -> Any:
-        if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+        if not tensor.numel() or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
             return tensor
         part = -(-tensor.numel() // dist.get_world_size(self.group))
         begin = min(part * dist.get_rank(self.group), tensor.numel())

@@ -77,7 +77,8 @@ def in_parts(rank: int, reference: list[Tensor]) -> tuple[list[int], dict[str, i
     class Counted(ShardedInputs):
         def _cut(self, tensor: Tensor) -> Any:
             packed = super()._cut(tensor)
-            kept.append(packed[0].nbytes)
+            if isinstance(packed, tuple):  # older versions of torch save an empty tensor of their own, too
+                kept.append(packed[0].nbytes)
             return packed
 
     ActivationCheckpoints(model, keep=partial(Counted, None, traffic))

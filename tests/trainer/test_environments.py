@@ -43,14 +43,15 @@ def test_slurm_tasks_that_do_not_match_devices_are_named():
 
 
 SCRIPT = """
+from lightning_parallel.strategies import PipelineStrategy  # imports Lightning, and registers the strings
 import torch
-from lightning_parallel.strategies import PipelineStrategy
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import make_trainer
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-trainer = make_trainer(PipelineStrategy(num_microbatches=4), 2)
+trainer = make_trainer("pipeline_1f1b", 2)
+assert isinstance(trainer.strategy, PipelineStrategy)
 trainer.fit(Classifier(), row_loader(), row_loader())
 print(f"rank {trainer.global_rank} holds stage {trainer.strategy.pipeline.row} after {trainer.global_step} steps")
 """

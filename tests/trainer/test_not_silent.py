@@ -212,7 +212,7 @@ def drawn(trainer: Trainer, module: LightningModule) -> list[float]:
 
 
 def test_every_validation_batch_draws_numbers_of_its_own():
-    case = Case(Draws, row_loader, {"num_microbatches": 1}, {"max_epochs": 1}, at_end=drawn)
+    case = Case(Draws, row_loader, {"num_microbatches": 1}, {"max_epochs": 1, "num_sanity_val_steps": 2}, at_end=drawn)
     [records] = many_on_stages([case], 2)
     numbers = [record.extra for record in records]
     assert numbers[0] == numbers[1], "all stages draw alike"

@@ -144,6 +144,11 @@ def test_downpour_with_an_update_of_its_own_and_filters_learns():
     strategy = ParameterServerStrategy(
         "downpour", update=Adagrad(0.02), n_push=2, n_fetch=3, filters=[TopK(0.5), Float16()]
     )
-    shares = {"train": row_loader((8,) * 10), "validate": row_loader((8,) * 10), "max_epochs": 8}
+    shares = {
+        "train": row_loader((8,) * 10),
+        "validate": row_loader((8,) * 10),
+        "max_epochs": 8,
+        "num_sanity_val_steps": 2,
+    }
     losses = ends(fit(strategy, 2, **shares)[0])["losses"]
     assert losses[-1] < losses[1]  # losses[0] is the sanity check's

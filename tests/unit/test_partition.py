@@ -217,7 +217,7 @@ def vgg() -> nn.Module:
 
 def gpt_of_many_words() -> nn.Module:
     """A vocabulary of 50,000 over a narrow width: the head is dearer than all blocks."""
-    model = GPT(vocabulary=50_000, context=16, width=32, num_blocks=8, num_heads=2, tie_embeddings=False)
+    model = GPT(vocabulary=50_000, context=16, width=32, num_blocks=24, num_heads=2, tie_embeddings=False)
     model.example_input_array = torch.zeros(2, 16, dtype=torch.int64)
     return model
 

@@ -39,6 +39,7 @@ def test_strings_are_registered_where_we_came_first_and_the_hook_leaves():
     assert printed(code) == ["1", "0", "SourceFileLoader SourceFileLoader", str(PIPELINES)]
 
 
+@pytest.mark.slow  # test_environments.py's script of torchrun's does the same
 def test_strings_are_registered_where_a_strategy_is_what_imports_lightning():
     assert printed(f"from lightning_parallel.strategies import PipelineStrategy\n{ASK}") == [str(PIPELINES)]
 
