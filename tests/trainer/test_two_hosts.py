@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.namespaces import HOSTS, Host, two_hosts
+from tests.trainer.hybrids import gpt, token_loader
+from tests.trainer.pipelines import make_trainer
 from tests.trainer.servers import fit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
@@ -34,6 +37,27 @@ print(f"rank {trainer.global_rank} node {trainer.node_rank} stage {trainer.strat
 """
 
 
+MESH = """
+import torch
+from lightning.pytorch import Callback
+from lightning_parallel.strategies import HybridStrategy
+from tests.trainer.hybrids import gpt, token_loader
+from tests.trainer.pipelines import make_trainer
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+strategy = HybridStrategy(data_parallel_size=2, tensor_parallel_size=2, zero_stage=2)
+trainer = make_trainer(strategy, 2, num_nodes=2, max_steps=2, use_distributed_sampler=False)
+class Notes(Callback):
+    def on_train_start(self, trainer, module):
+        self.place = [trainer.strategy.axis_rank(axis) for axis in ("data", "tensor")]
+
+trainer.callbacks.append(notes := Notes())
+trainer.fit(gpt(num_heads=4), token_loader())
+place = notes.place
+print(f"rank {trainer.global_rank} node {trainer.node_rank} place {place}, loss"
+      f" {float(trainer.callback_metrics['train_loss']):.6f}")
+"""
 SERVERS = """
 import os, signal, sys, torch
 from lightning_parallel.strategies import ParameterServerStrategy
@@ -103,6 +127,21 @@ def test_a_failure_on_one_host_is_shown_on_both(hosts, tmp_path):
         assert status != 0
         assert "stage 0 (rank 3) failed in on_train_batch_start (epoch 0, batch 1): ValueError" in said
         assert "the fourth rank has had enough" in said
+
+
+def test_of_a_mesh_the_last_axis_is_inside_a_host(hosts, tmp_path):
+    """Both copies see the same rows here, so they log the loss of one process."""
+    (first, said), (second, said_too) = run(hosts, tmp_path, text=MESH)
+    assert (first, second) == (0, 0), said + said_too
+    lines = re.findall(r"rank (\d) node (\d) place \[(\d), (\d)\], loss (\S+)", said + said_too)
+    assert sorted(line[:4] for line in lines) == [
+        ("0", "0", "0", "0"), ("1", "0", "0", "1"), ("2", "1", "1", "0"), ("3", "1", "1", "1"),
+    ]  # fmt: skip
+    reference = make_trainer("auto", 1, max_steps=2)
+    torch.manual_seed(0)
+    reference.fit(gpt(num_heads=4), token_loader())
+    expected = float(reference.callback_metrics["train_loss"])
+    assert all(float(line[4]) == pytest.approx(expected, abs=2e-6) for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [(), ("islands",)], ids=str)
