@@ -53,7 +53,7 @@ class Notes(Callback):
         self.place = [trainer.strategy.axis_rank(axis) for axis in ("data", "tensor")]
 
 trainer.callbacks.append(notes := Notes())
-trainer.fit(gpt(num_heads=4), token_loader())
+trainer.fit(gpt(num_heads=4), token_loader(), token_loader())
 place = notes.place
 print(f"rank {trainer.global_rank} node {trainer.node_rank} place {place}, loss"
       f" {float(trainer.callback_metrics['train_loss']):.6f}")
@@ -139,7 +139,7 @@ def test_of_a_mesh_the_last_axis_is_inside_a_host(hosts, tmp_path):
     ]  # fmt: skip
     reference = make_trainer("auto", 1, max_steps=2)
     torch.manual_seed(0)
-    reference.fit(gpt(num_heads=4), token_loader())
+    reference.fit(gpt(num_heads=4), token_loader(), token_loader())
     expected = float(reference.callback_metrics["train_loss"])
     assert all(float(line[4]) == pytest.approx(expected, abs=2e-6) for line in lines)
 
