@@ -13,7 +13,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
-from lightning_parallel.trainer.process_launcher import load_callbacks
+from lightning_parallel.trainer.callback_states import load_callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -29,6 +29,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.trainer.callback_states import load_callbacks
 from lightning_parallel.trainer.failures import reported, tell
 from lightning_parallel.trainer.rank_processes import RankProcesses
 
@@ -136,16 +137,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_weights": None}
-
-
-def load_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    """Give callbacks the state that they have in another process of the run."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        state = states.get(callback.state_key)
-        if state:
-            if "dirpath" in state and hasattr(callback, "dirpath"):
-                callback.dirpath = state["dirpath"]  # a ModelCheckpoint drops its scores if that differs
-            callback.load_state_dict(state)
 
 
 class _Answer:
