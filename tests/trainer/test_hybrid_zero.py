@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import callbacks as of_lightning
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import HybridStrategy
@@ -19,6 +19,9 @@ from tests.trainer.test_parity import LoudInput, half_precision, scale_and_skips
 THREE = {"zero_stage": 3, "bucket_mb": 1e-4}
 EACH = {**THREE, "gather": "microbatch"}
 TWO = {"zero_stage": 2, "bucket_mb": 1e-4}
+since_averages = pytest.mark.skipif(
+    not hasattr(of_lightning, "WeightAveraging"), reason="Lightning averages weights from version 2.6 on"
+)
 
 
 def on_mesh(*runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2) -> list[list[Record]]:
@@ -154,7 +157,12 @@ def test_arguments_that_do_not_go_together(options, words):
     ("strategy", "callbacks", "words"),
     [
         ({"schedule": "chimera"}, list, r"zero_stage=3\) divides parameters, and schedule 'chimera' keeps two"),
-        ({}, lambda: [WeightAveraging()], r"a callback that averages weights reads all of them\. Use zero_stage=2"),
+        pytest.param(
+            {},
+            lambda: [of_lightning.WeightAveraging()],
+            r"a callback that averages weights reads all of them\. Use zero_stage=2",
+            marks=since_averages,
+        ),
     ],
 )
 def test_what_reads_whole_parameters_is_refused(strategy, callbacks, words):

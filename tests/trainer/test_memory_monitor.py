@@ -89,6 +89,10 @@ def test_stages_hold_the_activations_that_the_schedule_says(schedule, microbatch
         assert reading.microbatches_held(rank) == pytest.approx(reading.promises[rank].activations) == held[stage]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
+    reason="where PyTorch tells nothing of a saved tensor's hooks, products come with I while they are watched",
+)
 @pytest.mark.parametrize("schedule", [pytest.param("zb_h1", marks=pytest.mark.slow), "zb_h2"])
 def test_between_i_and_w_only_the_factors_of_products_stay(schedule):
     """Of what a stage saves, W needs the inputs of its linear layers: what came in (not the batch), a Tanh's output."""
