@@ -18,11 +18,21 @@ from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.heads import shared_heads
-from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
+from lightning_parallel.parallel.plan import Plan, cuts_of, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
 from lightning_parallel.parallel.shares import Shares
-from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
+from lightning_parallel.parallel.styles import (
+    STYLES,
+    Checked,
+    Part,
+    Scope,
+    become,
+    become_itself,
+    features_of,
+    is_conv1d,
+    own_class,
+)
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.phantom import Phantom
 
