@@ -102,6 +102,7 @@ class TensorParallel(Uncut):
         self.cut_copy(self.model)
 
     def cut_copy(self, model: nn.Module) -> None:
+        """Leave of a copy of the whole model, such as one that averages weights, this rank's parts."""
         for name, parameter in model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.data = self.part(name, parameter.data)
