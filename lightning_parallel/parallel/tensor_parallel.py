@@ -18,21 +18,11 @@ from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.heads import shared_heads
-from lightning_parallel.parallel.plan import Plan, cuts_of, owners, resolve
+from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
 from lightning_parallel.parallel.shares import Shares
-from lightning_parallel.parallel.styles import (
-    STYLES,
-    Checked,
-    Part,
-    Scope,
-    become,
-    become_itself,
-    features_of,
-    is_conv1d,
-    own_class,
-)
+from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.phantom import Phantom
 
@@ -102,7 +92,7 @@ class TensorParallel(Uncut):
         self.cut_copy(self.model)
 
     def cut_copy(self, model: nn.Module) -> None:
-        """Leave of a copy of the whole model, such as one that averages weights, this rank's parts."""
+        """Leave this rank's parts of a whole model: the one that trains, or a copy that averages weights."""
         for name, parameter in model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.data = self.part(name, parameter.data)
