@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.logged import log_measured
-from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
+from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, require_stats, stats_of
 from lightning_parallel.measure.reading import BubbleHistory
 from lightning_parallel.measure.spans import StepTrace
 
@@ -60,8 +60,7 @@ class BubbleMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the newest finished step, on the steps that log."""
-        default: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if self._is_due(trainer.global_step, default):
+        if self._is_due(trainer.global_step, log_every_n_steps(trainer)):
             log_measured(trainer, self._read(stats_of(trainer).trace(), trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.logged import log_measured
-from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline
+from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, runs_pipeline
 from lightning_parallel.measure.collective_costs import COLLECTIVES, Link, estimate
 from lightning_parallel.measure.communication import CommunicationWatch, Key, Moved, volume
 
@@ -66,7 +66,9 @@ class CommunicationMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to watch, where the step will be logged."""
-        if self._watch is None and self._is_due.is_coming(trainer.global_step, _every(trainer), _ahead(trainer)):
+        if self._watch is None and self._is_due.is_coming(
+            trainer.global_step, log_every_n_steps(trainer), _ahead(trainer)
+        ):
             self._watch, self.backwards = CommunicationWatch(_axis_of(trainer)), 0
             self._watch.__enter__()
         self._phase("forward")
@@ -84,7 +86,7 @@ class CommunicationMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what was watched, when the optimizer has stepped."""
-        if not self._is_due(trainer.global_step, _every(trainer)) or self._watch is None:
+        if not self._is_due(trainer.global_step, log_every_n_steps(trainer)) or self._watch is None:
             return
         self._close()
         states = getattr(trainer.strategy, "model_states", lambda: None)()
@@ -176,11 +178,6 @@ def _axis_of(trainer: Trainer) -> Callable[[Any], str]:
         return groups.get(id(group), "data")
 
     return axis_of
-
-
-def _every(trainer: Trainer) -> int:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-    return every
 
 
 def _ahead(trainer: Trainer) -> int:

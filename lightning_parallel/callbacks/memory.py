@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.logged import log_measured
-from lightning_parallel.callbacks.stats import EveryNSteps, runs_pipeline, stats_of
+from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, runs_pipeline, stats_of
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
 from lightning_parallel.measure.memory_reading import MemoryReading, Promise, StatesPromise
@@ -30,9 +30,9 @@ class MemoryMonitor(Callback):
       for one micro-batch, ``parallel/memory_activations_microbatches/rank_r``, beside
       ``parallel/memory_activations_microbatches_expected/rank_r``, which the schedule says.
 
-    With `ZeROStrategy` also model states when the step ended, beside the paper's formula: for each of parameters,
-    gradients and optimizer ``parallel/memory_KIND/rank_r``, ``parallel/memory_KIND_expected/rank_r`` (formula, padding,
-    counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
+    With `ZeROStrategy` and `HybridStrategy` also model states when the step ended, beside the paper's formula: for each
+    of parameters, gradients and optimizer ``parallel/memory_KIND/rank_r``, ``parallel/memory_KIND_expected/rank_r``
+    (formula, padding, counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
 
     Activations are what autograd saves for backwards, without parameters, buffers and the batch. Parameters that stage
     3 has gathered for a step or an action are in none of these (on a GPU in ``other``). Each piece of memory
@@ -85,7 +85,7 @@ class MemoryMonitor(Callback):
         """Begin to measure, where the step will be logged or is the last."""
         assert self._meter is not None
         ahead = max(1, len(trainer.optimizers))  # under manual optimization a batch may be a step of each
-        if self._is_due.is_coming(trainer.global_step, _log_every_n_steps(trainer), ahead) or _is_last(trainer, ahead):
+        if self._is_due.is_coming(trainer.global_step, log_every_n_steps(trainer), ahead) or _is_last(trainer, ahead):
             self._meter.begin(batch)
 
     def on_train_batch_end(
@@ -93,7 +93,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         """Log what was measured, on the steps that log."""
         assert self._meter is not None
-        is_due = self._is_due(trainer.global_step, _log_every_n_steps(trainer))
+        is_due = self._is_due(trainer.global_step, log_every_n_steps(trainer))
         self._measured = self._meter.end(batch)
         if is_due and self._measured is not None:
             log_measured(trainer, self._read(trainer))
@@ -139,11 +139,6 @@ class MemoryMonitor(Callback):
     def _close(self) -> None:
         if self._meter is not None:
             self._meter.close()
-
-
-def _log_every_n_steps(trainer: Trainer) -> int:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-    return every
 
 
 def states_of(trainer: Trainer) -> StatesPromise | None:

@@ -63,6 +63,12 @@ def stats_of(trainer: Trainer) -> PipelineStats:
     return cast(PipelineStats, cast(Any, trainer.strategy).stats)
 
 
+def log_every_n_steps(trainer: Trainer) -> int:
+    """The Trainer's own setting, which a monitor takes where it was given none."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+    return every
+
+
 class EveryNSteps:
     """Says yes once every n optimizer steps, and never twice for one step that accumulates gradients.
 

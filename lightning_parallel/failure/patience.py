@@ -1,4 +1,7 @@
-"""How long the watch waits for what, the one thing about it that a user may set; and which waits may last."""
+"""How long the watch waits for what, and which waits may last.
+
+The one idea: this is all that a user may set about the watch.
+"""
 
 from dataclasses import dataclass
 

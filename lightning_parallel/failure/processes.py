@@ -36,5 +36,6 @@ def open_sockets() -> set[tuple[int, str]]:
 
 
 def whereabouts() -> str:
+    """In which function, file and line the main thread is, in brackets behind a space; empty if that is not known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "" if frame is None else f" (it was in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno})"

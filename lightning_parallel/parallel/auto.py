@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_parallel.parallel.attention import can_share_heads
 from lightning_parallel.parallel.heads import says_heads
-from lightning_parallel.parallel.styles import is_conv1d
+from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Kind = Literal["colwise", "rowwise", "vocab", "head", "heads", "sequence", "summed"]
 
@@ -92,7 +92,7 @@ def _fits(module: nn.Module, pair: Pair) -> bool:
     linear = {name: _get(module, name) for name in (*pair.columns, pair.row)}
     if not all(isinstance(x, nn.Linear) or (x is not None and is_conv1d(x)) for x in linear.values()):
         return False
-    wide, narrow = _features(linear[pair.columns[0]]), _features(linear[pair.row])
+    wide, narrow = features_of(linear[pair.columns[0]]), features_of(linear[pair.row])
     if pair.attention and not any(says_heads(x) for x in (module, *(_holder(module, c) for c in pair.columns))):
         return False
     return wide[1] == pair.segments * narrow[0]
@@ -154,11 +154,6 @@ def _outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not any(name.startswith(prefix) for prefix in inside):
             yield name, module
-
-
-def _features(module: Any) -> tuple[int, int]:
-    rows, columns = module.weight.shape
-    return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 
 def _get(module: nn.Module, path: str) -> nn.Module | None:

@@ -18,7 +18,7 @@ from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.shares import Shares
-from lightning_parallel.parallel.styles import is_conv1d
+from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Plan = Literal["auto"] | Mapping[str, str]
 WORDS = (
@@ -125,12 +125,6 @@ def _check_sizes(model: nn.Module, name: str, module: nn.Module, style: Style, s
             f"`{name}` has {features} features to cut, which {size} ranks of the tensor axis do not divide. Choose"
             " another tensor_parallel_size, or leave the module out of tensor_plan."
         )
-
-
-def features_of(module: Any) -> tuple[int, int]:
-    """Input and output features of a whole linear module."""
-    rows, columns = module.weight.shape
-    return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 
 @dataclass(frozen=True)

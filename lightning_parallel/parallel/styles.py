@@ -59,6 +59,12 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def features_of(module: Any) -> tuple[int, int]:
+    """Input and output features of a whole linear module."""
+    rows, columns = module.weight.shape
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
+
+
 def product(module: Any, x: Tensor) -> Tensor:
     """A linear module without its bias."""
     if is_conv1d(module):

@@ -92,6 +92,7 @@ class TensorParallel(Uncut):
         self.cut_copy(self.model)
 
     def cut_copy(self, model: nn.Module) -> None:
+        """Leave this rank's parts of a whole model: the one that trains, or a copy that averages weights."""
         for name, parameter in model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.data = self.part(name, parameter.data)

@@ -114,6 +114,7 @@ def out_of_order(unit: Unit, last_block: str) -> str:
 
 
 def without_gradients(unit: Unit, stage: int) -> str:
+    """The message for a block that is called without gradients in a training step."""
     return (
         f"Block `{unit.name}` of stage {stage} is called without gradients inside a training step, as reentrant"
         " activation checkpointing does. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."

@@ -1,4 +1,7 @@
-"""What a strategy's arguments have to be, said before anything runs."""
+"""What a strategy's arguments have to be.
+
+The one idea: what is wrong is said where the strategy is made, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ def refuse_arguments(strategy: object, **arguments: tuple[Any, bool, str]) -> No
 
 
 def is_count(value: Any, least: int) -> bool:
+    """Whether a value is a whole number, no bool, of `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def all_are(values: Any, kind: type) -> bool:
+    """Whether values are a sequence, no string and not empty, of one kind."""
     return (
         isinstance(values, Sequence)
         and not isinstance(values, str)
@@ -31,6 +36,11 @@ def all_are(values: Any, kind: type) -> bool:
 
 
 def read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None) -> str | Schedule:
+    """A schedule as `PipelineStrategy` takes it: its name, which is known, or the schedule itself, which is checked.
+
+    Raises:
+        ValueError: there is none of that name, it cannot run, or it is for another number of micro-batches.
+    """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         if schedule.strip().lower() == "auto":
             return "auto"

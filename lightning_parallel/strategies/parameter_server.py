@@ -67,7 +67,7 @@ class ParameterServerStrategy(MeetingStrategy):
             read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. Or a rule of
             `lightning_parallel.server.consistency`.
         staleness: see `lightning_parallel.server.names.rule_of`.
-        num_servers: server processes on this host.
+        num_servers: server processes, all on rank 0's host.
         replication: servers that hold a piece of the weights; one less may die at a time.
         update: "server"; "worker": each worker runs the optimizer itself, whichever it is, and servers add what it
             changed, divided by the number of workers; or an update of `lightning_parallel.server.updates`, with its own

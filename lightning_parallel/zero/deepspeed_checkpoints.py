@@ -27,7 +27,7 @@ from lightning_parallel.zero.deepspeed_states import (
 )
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
-from lightning_parallel.zero.state import Gather, join_pieces
+from lightning_parallel.zero.state import Gather, host_copy, join_pieces
 
 Groups = list[list[nn.Parameter]]
 
@@ -67,12 +67,12 @@ class DividedStates:
         """The whole model's state on the gathering rank; elsewhere nothing (stage 3) or the same."""
         state = module.state_dict()
         if self.options.stage < 3 or self._released:
-            return {name: _own_memory(value) for name, value in state.items()}
+            return {name: host_copy(value) for name, value in state.items()}
         parts = gather(self._sharded_pieces())
         if parts is None:
             return {}
         joined = join_pieces(parts)
-        return {name: joined[name]["value"] if name in joined else _own_memory(v) for name, v in state.items()}
+        return {name: joined[name]["value"] if name in joined else host_copy(v) for name, v in state.items()}
 
     def _sharded_pieces(self) -> dict[str, dict[str, Any]]:
         """Stage 3: this rank's part of every parameter, by all of its names."""
@@ -91,7 +91,7 @@ class DividedStates:
         sharded = self._sharded_pieces() if self.options.stage == 3 else {}
         names = [clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)] if sharded else []
         own = {
-            name: {"value": _own_memory(value)}
+            name: {"value": host_copy(value)}
             for turn, (name, value) in enumerate(module.state_dict().items())
             if name not in copied and name not in names and turn % ranks == rank
         }
@@ -201,7 +201,3 @@ class DividedStates:
         if self.optimizer is not None:
             self._saved = self.optimizer_pieces(self.optimizer)
             self._masters, self._model = self._own_masters(), self.model_pieces(self.module)
-
-
-def _own_memory(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

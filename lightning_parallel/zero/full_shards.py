@@ -35,7 +35,7 @@ from lightning_parallel.zero.shards import (
     wrap_like,
     write_whole,
 )
-from lightning_parallel.zero.state import Gather, join_pieces, numbered_groups, refuse_groups
+from lightning_parallel.zero.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -166,7 +166,7 @@ class ShardedEngine:
             return {}
         joined = join_pieces(parts)
         return {
-            name: joined[name]["value"].to(self.dtypes.get(name)) if name in joined else _own_memory(value)
+            name: joined[name]["value"].to(self.dtypes.get(name)) if name in joined else host_copy(value)
             for name, value in state.items()
         }
 
@@ -176,7 +176,7 @@ class ShardedEngine:
             return self._model
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         return {
-            name: {"value": piece_of(value) if isinstance(value, DTensor) else _own_memory(value)}
+            name: {"value": piece_of(value) if isinstance(value, DTensor) else host_copy(value)}
             for turn, (name, value) in enumerate(module.state_dict().items())
             if isinstance(value, DTensor) or turn % ranks == rank
         }
@@ -290,7 +290,7 @@ def own_pieces(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 def _piece(value: Any) -> Any:
     if isinstance(value, DTensor):
         return piece_of(value)
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return host_copy(value)
 
 
 def _cut(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +302,3 @@ def _cut(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in fields.items()
     }
-
-
-def _own_memory(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

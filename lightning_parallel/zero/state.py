@@ -159,10 +159,15 @@ def load_masters(partition: Partition, masters: Mapping[str, Tensor]) -> None:
             segment.data.copy_(masters[name].flatten()[begin:end])
 
 
+def host_copy(value: Any) -> Any:
+    """A tensor's copy on the host, which nobody else writes to; another value as it is."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def _piece(field: str, value: Any, segment: nn.Parameter, parameter: nn.Parameter, partition: Partition) -> Any:
     if is_by_element(field, value, segment.shape):
         return Piece(partition.piece(parameter)[0], value.detach().cpu().clone(), partition.shapes[parameter])
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return host_copy(value)
 
 
 def _join(values: Sequence[Any]) -> Any:

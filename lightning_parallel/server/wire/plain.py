@@ -39,6 +39,7 @@ Codec = tuple[Put, Take]
 
 
 def scalar(layout: struct.Struct) -> Codec:
+    """How one value of a fixed layout is written and read."""
     pack, unpack, size = layout.pack, layout.unpack_from, layout.size
 
     def put(value: Any, out: bytearray, tensors: list[Tensor]) -> None:
@@ -72,6 +73,11 @@ def _take_tensor(raw: bytes, at: int, source: Source) -> tuple[Any, int]:
 
 
 def read_count(raw: bytes, at: int) -> int:
+    """The number of values that follow.
+
+    Raises:
+        ValueError: it is above the number of bytes that follow.
+    """
     count: int = COUNT.unpack_from(raw, at)[0]
     if count > len(raw) - at - 4:
         raise ValueError("more values than bytes")
