@@ -99,6 +99,11 @@ def never_called(unit: Unit, stage: int) -> str:
     )
 
 
+def earlier(unit: Unit, stage: int) -> str:
+    """What to do about a unit that is called before the first block of its stage."""
+    return f"Register modules in the order in which they run, or move it with {moved(unit.name, stage - 1)}."
+
+
 def too_early(unit: Unit, stage: int, first_block: str) -> str:
     """A later stage's unit is called before the next stage's first block."""
     return (

@@ -298,7 +298,9 @@ class StageRun:
         if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
             return args, kwargs
         args, kwargs = self.realized((args, kwargs))
-        self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})")
+        early = self.stage > 0 and unit.block is None and not self.called.get(self.cut.block_name(self._first_block))
+        remedy = calls.earlier(unit, self.stage) if early else None
+        self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})", remedy)
         return args, kwargs
 
     def realized(self, tree: Any) -> Any:
@@ -396,12 +398,13 @@ class StageRun:
         self.outputs.update(self._made.items())
         self._left += len(leaves)
 
-    def _refuse_phantoms(self, tree: Any, doing: str) -> None:
+    def _refuse_phantoms(self, tree: Any, doing: str, remedy: str | None = None) -> None:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
             if isinstance(leaf, Phantom) and leaf.value is None:
+                known = calls.LATER if self._comes_later(leaf) else remedy or self._remedy(leaf.origin)
                 raise PhantomError(
                     f"The step {doing} a value computed from {leaf.origin}, whose data stage {self.stage} does not"
-                    f" hold. {calls.LATER if self._comes_later(leaf) else self._remedy(leaf.origin)}"
+                    f" hold. {known}"
                 )
 
     def _comes_later(self, phantom: Phantom) -> bool:
