@@ -12,7 +12,8 @@ from lightning_parallel.server.history import Range
 from lightning_parallel.server.intake import Intake
 from lightning_parallel.server.messages import Ack, Committed, Entry, Push, View
 from lightning_parallel.server.replica import Replica
-from tests.server_faults import Faults, Plan, WatchedReplica, plans, play
+from tests.server_faults import Faults, Plan, plans, play
+from tests.server_watch import WatchedReplica
 from tests.server_world import adding
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
@@ -162,6 +163,13 @@ def test_a_push_that_the_head_did_not_pass_on_itself_is_acknowledged_when_it_is_
     head.on_committed(Committed(0, 3), 0.0)
     head.on_push("w", push, 0.0)
     assert sent[-1] == ("w", Ack(0, 1))
+
+
+def test_what_a_head_made_and_passed_on_as_a_copy_alone_is_history_when_the_head_is_gone():
+    """The head left before a tail had its last entry. Every server after it got that entry inside of a copy, and the
+    watch, which looked for it in the chain as it was by then, did not know the version that was read."""
+    joins = {"server_joins": 2, "worker_joins": 2}
+    play(Plan(335684432, rule=3, workers=4, ranges=3, steps=2, aggregate=4, ordered=False, joined=True, **joins))
 
 
 def test_a_restarted_worker_of_the_same_name_takes_over():
