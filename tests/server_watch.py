@@ -5,7 +5,7 @@ sent from; its sender may be gone when a tail first has what it made, so what a 
 server to server: entries one by one, and copies with the history of whoever sent them.
 
 Source:
-    van Renesse and Schneider, OSDI 2004, section 4 (what the head has passed on is not lost with it).
+    van Renesse and Schneider, OSDI 2004, section 3 (what the head has passed on is not lost with it).
 """
 
 from __future__ import annotations
