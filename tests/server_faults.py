@@ -27,9 +27,9 @@ from lightning_parallel.server import (
     staleness_bound,
 )
 from lightning_parallel.server.filters import Filters, SignificantlyModified
-from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.transport.virtual import VirtualNetwork
+from tests.server_watch import Watch, WatchedReplica, watched
 from tests.server_world import Read, World, WorldWorker, random_network
 
 WIDTH = 10  # elements of a range: more than workers ever come
@@ -79,65 +79,6 @@ plans = st.builds(
     manager_faults=st.integers(0, 1),
     boards=st.booleans(),
 )
-
-
-class Watch:
-    """What was committed in each range: one history, whoever was its tail."""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, dict[int, Entry]] = {}
-        self.applied: dict[tuple[str, int], dict[int, Entry]] = {}  # by (server, range)
-
-    def commit(self, chain: tuple[str, ...], key: int, lsn: int) -> None:
-        """The last of a chain has everything up to an entry; what it got as a copy, those before it have applied."""
-        history = self.entries.setdefault(key, {})
-        known = [mine for server in reversed(chain) if (mine := self.applied.get((server, key)))]
-        for number in range(lsn, 0, -1):
-            entry = next((mine[number] for mine in known if number in mine), None)
-            if number in history:
-                assert entry is None or history[number] is entry, f"range {key} has two histories at {number}"
-                return
-            if entry is not None:
-                history[number] = entry
-
-    def versions(self, key: int) -> list[dict[int, int]]:
-        """Worker -> seq after every committed entry."""
-        seqs, found = {}, [{}]
-        for lsn in sorted(self.entries.get(key, {})):
-            seqs = {**seqs, **{worker: seq for worker, (seq, _) in self.entries[key][lsn].marks.items() if seq}}
-            found.append(seqs)
-        return found
-
-
-class WatchedReplica(Replica):
-    """Keeps to the rule that clocks, versions and histories never go back, and tells the watch."""
-
-    watch: Watch
-
-    def taken(self, entry: Entry) -> None:
-        self.watch.applied.setdefault((self.me, self.part.key), {})[entry.lsn] = entry
-        now = (self.part.clocks.minimum, self.part.version)
-        assert all(a >= b for a, b in zip(now, getattr(self, "_last", now), strict=True))
-        self._last = now
-
-    def _commit(self, entry: Entry) -> None:
-        self.watch.commit(self.chain, self.part.key, entry.lsn)
-        super()._commit(entry)
-
-    def _commit_all(self) -> None:
-        self.watch.commit(self.chain, self.part.key, self.part.lsn)
-        super()._commit_all()
-
-
-def watched(watch: Watch, replica_class: type[Replica] = WatchedReplica, server_class: type[Server] = Server) -> type:
-    """A class of servers whose ranges are watched."""
-    kind = type("WatchedReplica", (replica_class,), {"watch": watch})
-
-    class WatchedServer(server_class):
-        def _replica(self, part):
-            return kind(self.address, part, self.rules, self._send, self.journal, self.board)
-
-    return WatchedServer
 
 
 class Faults(World):

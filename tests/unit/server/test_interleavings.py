@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from lightning_parallel.server import AddDelta, Server
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.intake import Intake
-from lightning_parallel.server.messages import Ack, Committed, Entry, Push, View
+from lightning_parallel.server.messages import Ack, Append, Committed, Entry, Message, Push, View
 from lightning_parallel.server.replica import Replica
-from tests.server_faults import Faults, Plan, WatchedReplica, plans, play
+from tests.server_faults import Faults, Plan, plans, play
+from tests.server_watch import Watch, WatchedReplica, watched
 from tests.server_world import adding
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
@@ -162,6 +163,32 @@ def test_a_push_that_the_head_did_not_pass_on_itself_is_acknowledged_when_it_is_
     head.on_committed(Committed(0, 3), 0.0)
     head.on_push("w", push, 0.0)
     assert sent[-1] == ("w", Ack(0, 1))
+
+
+def test_what_a_head_made_and_passed_on_as_a_copy_alone_is_history_when_the_head_is_gone():
+    """The head left before a tail had its last entry. Every server after it got that entry inside of a copy, and the
+    watch, which looked for it in the chain as it was by then, did not know the version that was read."""
+    joins = {"server_joins": 2, "worker_joins": 2}
+    play(Plan(335684432, rule=3, workers=4, ranges=3, steps=2, aggregate=4, ordered=False, joined=True, **joins))
+
+
+def test_the_watch_sees_a_history_that_forked_also_in_a_copy():
+    watch, fork = Watch(), [Entry(1, joined=(w,), marks={w: (1, 1)}) for w in (5, 6)]
+    for server, entry in zip("ab", fork, strict=True):
+        watch.held[server, 0] = []
+        watch.take(server, 0, entry)
+    watch.commit("a", 0, 1)
+    assert watch.versions(0) == [{}, {5: 1}]
+    part = Range(0, 1, AddDelta())
+    part.apply(fork[1])
+    copy = part.copy()
+    watch.sent("b", copy)
+    joiner = watched(watch)("c", adding(1, 1))
+    joiner.handle(Message("manager", "c", 1, View(1, {0: ("b",)}, joining={0: "c"})), 0.0)
+    joiner.handle(Message("b", "c", 1, copy), 0.0)
+    joiner.handle(Message("manager", "c", 2, View(2, {0: ("b", "c")})), 0.0)
+    with pytest.raises(AssertionError, match="range 0 has two histories"):
+        joiner.handle(Message("b", "c", 2, Append(0, Entry(2, view=2))), 0.0)
 
 
 def test_a_restarted_worker_of_the_same_name_takes_over():
