@@ -127,7 +127,16 @@ class RankProcesses:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: self._terminate())
+        owner = os.getpid()
+
+        def forward(*_: object) -> None:
+            if os.getpid() == owner:
+                self._terminate()
+            else:  # forked from here meanwhile (a server): the ranks are none of its own
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, forward)
         try:
             yield
         finally:
