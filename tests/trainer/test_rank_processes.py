@@ -31,5 +31,6 @@ def test_sigterm_ends_what_was_forked_while_ranks_run():
             server.join(10.0)
             assert server.exitcode == -signal.SIGTERM
             assert ranks.processes[0].is_alive()
+            ranks.processes[0].kill()
     finally:
         ranks.end()
