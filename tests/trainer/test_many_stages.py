@@ -52,13 +52,19 @@ NAMED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_parity_of_named_schedules(num_ranks: int):
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        pytest.param(2, NAMED, marks=pytest.mark.slow, id="2"),
+        pytest.param(4, ("interleaved_1f1b:v=3", "zb_1p", "zb_v"), id="4"),
+        pytest.param(4, ("v_half", "v_min", "dualpipe_v"), marks=pytest.mark.slow, id="4, other Vs"),
+    ],
+)
+def test_parity_of_named_schedules(num_ranks: int, names: tuple[str, ...]):
     """Batches of 8 and of 3 rows: full ones, and one that is too short for some schedules' rules."""
     make = lambda: gpt(num_blocks=12)  # noqa: E731
     loader = lambda: token_loader(((8, 8), (8, 8), (3, 8)))  # noqa: E731
     case = Case(make, loader, {"num_microbatches": 8}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2})
-    names = NAMED if num_ranks == 2 else ["interleaved_1f1b:v=3", "zb_1p", "zb_v"]
     reference = one_process(case)
     cases = [case.but({"schedule": name}) for name in names]
     for _name, records in zip(names, many_on_stages(cases, num_ranks, timeout=100.0), strict=True):
