@@ -1,7 +1,7 @@
 """How monitors log what they measured in a step: to every logger at once, and where other callbacks look for values.
 
 The one idea: `LightningModule.log` is made for values of steps, which are averaged and synchronised; a monitor's two
-dozen numbers are the same on every rank, and went through it at half a millisecond each.
+dozen numbers are the same on every rank, and to send them through it took longer than to measure them.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Moving(str):
     """What is waited for while much data moves over the host, as a model's state does.
 
     Ranks that all wait for it are stuck only if no processor works at it: to copy takes processor time, to wait none.
+    (To wait for NCCL does take some: there a wait in vain ends with the group's timeout.)
     """
 
     __slots__ = ()
