@@ -12,7 +12,6 @@ import multiprocessing
 import pickle
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from lightning_parallel.ports import ReservedPort
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
 from lightning_parallel.server.history import Range
@@ -66,9 +66,11 @@ class Hosting:
 
     Args:
         started: the manager's process, and the servers'.
+        reserved: the manager's port.
     """
 
     started: Launch
+    reserved: ReservedPort | None = None
     _lines: dict[str, Connection] = field(default_factory=dict)
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _retiring: list[threading.Thread] = field(default_factory=list)
@@ -160,6 +162,8 @@ class Hosting:
     def close(self) -> None:
         """End all processes."""
         self._is_over = True
+        if self.reserved is not None:
+            self.reserved.close()
         for client in self._successors:
             client.lost = True
         for thread in self._retiring:
@@ -178,8 +182,10 @@ def host(beginning: Beginning, address: str = "", keys: Keys | None = None) -> H
         keys: of a job whose workers are on several hosts.
     """
     rules, count = beginning.rules, beginning.num_servers
-    port = _free_port(address) if address else 0
-    hosting = Hosting(launch(rules, count, beginning.num_workers, address, port, colocated=True, keys=keys))
+    reserved = ReservedPort(address) if address else None
+    port = reserved.number if reserved else 0
+    started = launch(rules, count, beginning.num_workers, address, port, colocated=True, keys=keys)
+    hosting = Hosting(started, reserved)
     addresses = [f"s{index}.{secrets.token_hex(4)}" for index in range(count)]
     ring = Ring(addresses)
     for address in addresses:
@@ -192,12 +198,6 @@ def host(beginning: Beginning, address: str = "", keys: Keys | None = None) -> H
         hosting.started.processes[address] = process
         hosting._lines[address] = ours
     return hosting
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as taken:
-        taken.bind((address, 0))
-        return int(taken.getsockname()[1])
 
 
 def _entries(seen: Seen) -> int:

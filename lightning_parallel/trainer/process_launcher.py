@@ -31,6 +31,7 @@ from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.trainer.callback_states import load_callbacks
 from lightning_parallel.trainer.failures import reported, tell
+from lightning_parallel.trainer.main_port import main_port
 from lightning_parallel.trainer.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
@@ -55,17 +56,19 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank and return what rank 0 returned."""
         self._check(trainer)
+        states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         with self._port():
-            states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-            job = (self, trainer, function, args, kwargs, states)
-            children = self._start(job)
+            output = self._run((self, trainer, function, args, kwargs, states))
+        return output if trainer is None else self._take_back(output, trainer)
+
+    def _run(self, job: tuple) -> Any:
+        children = self._start(job)
         self.procs = children.processes
         try:
             with children.forwarded_sigterm():
-                output = children.wait(self._patience_s)
+                return children.wait(self._patience_s)
         finally:
             children.end()
-        return output if trainer is None else self._take_back(output, trainer)
 
     def _start(self, job: tuple) -> RankProcesses:
         return RankProcesses(self._start_method, self._strategy.num_processes, _rank_main, job)
@@ -94,12 +97,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def _port(self) -> Iterator[None]:
         """All ranks learn one free port from the environment; the next run finds another."""
         before = os.environ.get("MASTER_PORT")
-        os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
+        port, reserved = main_port(self._strategy.cluster_environment)
+        os.environ["MASTER_PORT"] = str(port)
         try:
             yield
         finally:
             if before is None:
                 del os.environ["MASTER_PORT"]
+            if reserved is not None:
+                reserved.close()
 
     # -- results -------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,9 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.ports import ReservedPort
 from lightning_parallel.trainer.failures import exit_hint, reported
+from lightning_parallel.trainer.main_port import main_port
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -53,6 +55,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_PARENT] = str(os.getpid())
+            port, _family.reserved = main_port(self.cluster_environment)
+            os.environ["MASTER_PORT"] = str(port)
             self._call_children_scripts()
             _family.adopt(self.procs, self._patience_s)
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -82,6 +86,7 @@ class _Family:
     def __init__(self) -> None:
         self.children: list[subprocess.Popen] = []
         self.failed = False
+        self.reserved: ReservedPort | None = None  # where the ranks meet; for as long as this process lives
         self._strategy: Any = None
         self._awaited_for: str | None = None  # what the ranks have yet to join, as in "trainer.fit"
 
