@@ -5,19 +5,40 @@ The one idea: closing connections under a blocked call ends it with an error. Le
 
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 
+from lightning_parallel.failure.processes import open_sockets
 
-def shut(connections: Iterable[tuple[int, str]]) -> None:
-    """Shut connections, given by descriptor; not listeners, without which gloo aborts."""
-    for descriptor, _ in connections:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
+
+class Connections:
+    """The connections of this process's groups. A gloo group has no way to abort a receive; this is one."""
+
+    def __init__(self) -> None:
+        self._opened: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """A context in which groups are made."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            self._opened |= open_sockets() - before
+
+    def shut(self) -> None:
+        """Shut those that are still open; not listeners, without which gloo aborts."""
+        for descriptor, _ in self._opened & open_sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """In a process that was forked: they are another's."""
+        self._opened.clear()
 
 
 def abort_device_groups() -> None:

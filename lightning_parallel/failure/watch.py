@@ -2,7 +2,8 @@
 
 The one idea: one thread a process on a connection of its own, since the main thread may be inside a receive that will
 never end. A rank reports its exception; a rank that ended, fell silent, or waits in a circle is found (``roll.py``).
-Then each main thread has a grace to end by itself, then its connections are closed under it, then the process ends.
+Then each main thread has a grace to end by itself, then its connections are closed under it, then the process ends
+(``ending.py``).
 
     main thread      F3 -- recv ......................... RuntimeError -> cause() -> StageError
     watch's thread   beat -- beat -- (1) failure known -- (2) grace_s: close connections -- (3) exit_s: os._exit(1)
@@ -12,29 +13,29 @@ Left out: restarting what failed; a rank that computes for ever without communic
 
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from types import TracebackType
 
 import torch.distributed as dist
 
 from lightning_parallel.errors import Failure, StageError
-from lightning_parallel.failure.aborts import is_communication_error, quietly, shut
+from lightning_parallel.failure.aborts import Connections, is_communication_error
+from lightning_parallel.failure.blocked import Blocked
+from lightning_parallel.failure.ending import Ending
 from lightning_parallel.failure.party import Party, Status, lost
-from lightning_parallel.failure.patience import Moving, Patience
-from lightning_parallel.failure.processes import open_sockets, processor_seconds, this_process, whereabouts
+from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.processes import this_process
+from lightning_parallel.failure.pulse import Pulse
 from lightning_parallel.failure.roll import Hub, Spoke
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
 _SAID_S = 1.5  # how long a goodbye or a report may take to arrive
 _BUSY_S = 0.05
-_COPYING = 0.02  # of a processor: who uses more is at work, who waits uses none
 _live: "weakref.WeakSet[Watch]" = weakref.WeakSet()
 
 
@@ -71,14 +72,13 @@ class Watch:
         self.patience = patience or Patience()
         self.lost_hint: Callable[[int], str | None] = lambda rank: None
         self.failure: Failure | None = None
-        self._exit, self._process = exit, this_process()
+        self._process = this_process()
         self._own_error: BaseException | None = None
         self._failed_at = self._leaving_since = self._next_beat = 0.0
-        self._since = time.monotonic()
-        self._state: tuple[int, str | None] = (0, None)
-        self._used = (self._since, 0.0)  # when processor time was looked at, and what it was
-        self._aborts: list[Callable[[], object]] = [lambda: shut(self._sockets & open_sockets())]
-        self._sockets: set[tuple[int, str]] = set()
+        self._pulse = Pulse(self.patience.blocked_s / 2)
+        self._ending = Ending(self.patience, exit)
+        self._connections = Connections()
+        self._ending.add(self._connections.shut)
         self._lock, self._known = threading.Lock(), threading.Event()
         self._outbox: list[bytes] = []
         self._parting, self._parted = False, threading.Event()
@@ -119,6 +119,10 @@ class Watch:
         """
         return self._tell(error, where, is_communication_error(error))
 
+    def report_echo(self, error: BaseException, where: str) -> StageError:
+        """`report` of an error that came out of a wait for other ranks."""
+        return self._tell(error, where, is_echo=True)
+
     def _tell(self, error: BaseException, where: str, is_echo: bool) -> StageError:
         if isinstance(error, StageError):
             return error
@@ -143,25 +147,17 @@ class Watch:
             self._known.wait(self.patience.cause_s if wait_s is None else wait_s)
         return None if self.failure is None else self._raisable(self.failure)
 
-    def blocked(self, what: str) -> "_Blocked":
+    def blocked(self, what: str) -> Blocked:
         """A context for what may wait for other ranks: says so to the watch, and turns its failure into the cause."""
-        return _Blocked(self, what)
+        return Blocked(self, what)
 
     def on_abort(self, abort: Callable[[], object]) -> None:
         """Have a function called (in another thread) that frees a main thread still blocked after a failure."""
-        self._aborts.append(abort)
+        self._ending.add(abort)
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """A context in which process groups are made: connections opened in it are shut once a failure is known.
-
-        A gloo group has no way to abort a receive; closing its connections under it does.
-        """
-        before = open_sockets()
-        try:
-            yield
-        finally:
-            self._sockets |= open_sockets() - before
+    def opening(self) -> AbstractContextManager[None]:
+        """A context in which process groups are made: connections opened in it are shut once a failure is known."""
+        return self._connections.opening()
 
     def part(self) -> None:
         """Wait until every rank has come to the end of its run, so that none ends well where another one fails.
@@ -217,29 +213,20 @@ class Watch:
             self._parted.set()
         if self._stopping:
             return self._leave(party, now)
-        if self.failure is not None:
-            self._enforce(now)
+        if self.failure is not None and self._ending.is_due(now - self._failed_at):
+            self._ending.end(self.rank, "".join(traceback.format_exception(self._raisable(self.failure))))
+            self._stopping = True
         busy = self.failure is not None or party.gone() is not None
         party.poll(_BUSY_S if busy else max(0.0, self._next_beat - now), self._woken)
         return False
 
     def _beat(self, party: Party, now: float) -> None:
         waiting = self.waiting
-        state = (self.progress, waiting)
-        if state != self._state or waiting is None or (isinstance(waiting, Moving) and self._moves(now)):
-            self._state, self._since = state, now
+        still = self._pulse.still(self.progress, waiting, now)
         if now >= self._next_beat:
             self._next_beat = now + self.patience.beat_s  # first, since setting `stage` takes it back
             waits_for = None if waiting is None else str(waiting)
-            party.beat(Status(self.rank, self.stage, self._process, waits_for, now - self._since))
-
-    def _moves(self, now: float) -> bool:
-        """Whether this process has used its processor of late; looked at over half of `blocked_s`."""
-        looked, before = self._used
-        if now - looked < self.patience.blocked_s / 2:
-            return False
-        self._used = now, processor_seconds(os.getpid())
-        return self._used[1] - before > _COPYING * (now - looked)
+            party.beat(Status(self.rank, self.stage, self._process, waits_for, still))
 
     def _judge(self, party: Party, now: float) -> None:
         failure, gone = party.judge(now), party.gone()
@@ -260,27 +247,6 @@ class Watch:
             self._stopped.set()
         party.poll(self.patience.beat_s if self._stopped.is_set() else _BUSY_S, self._woken)
         return self._stopped.is_set() and party.alone()
-
-    def _enforce(self, now: float) -> None:
-        if now > self._failed_at + self.patience.grace_s and self._aborts:
-            aborts, self._aborts = self._aborts, []
-            for abort in aborts:
-                threading.Thread(target=quietly, args=(abort,), daemon=True).start()
-        if now > self._failed_at + self.patience.grace_s + self.patience.exit_s:
-            self._end()
-
-    def _end(self) -> None:
-        """The main thread did not end by itself: say where it is, then why it all ended, and end the process."""
-        flush = threading.Thread(target=quietly, args=(sys.stdout.flush,), daemon=True)
-        flush.start()
-        flush.join(_SAID_S)
-        assert self.failure is not None
-        error = self._raisable(self.failure)
-        text = f"rank {self.rank} did not end by itself{whereabouts()}; it is ended now\n"
-        text += "".join(traceback.format_exception(error))
-        os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
-        self._exit(1)
-        self._stopping = True
 
     def _take(self, failure: Failure) -> None:
         with self._lock:
@@ -304,7 +270,7 @@ class Watch:
         """In a forked process (a loader's worker), whose copy of a connection would hide the end of this rank."""
         self._stopping = True
         self._stopped.set()
-        self._sockets.clear()
+        self._connections.forget()
         self._close()
 
     def _close(self) -> None:
@@ -312,26 +278,6 @@ class Watch:
             self._party.close()
             self._wake.close()
             self._woken.close()
-
-
-class _Blocked:
-    """See `Watch.blocked`."""
-
-    __slots__ = ("_before", "_watch", "_what")
-
-    def __init__(self, watch: Watch, what: str) -> None:
-        self._watch, self._what = watch, what
-
-    def __enter__(self) -> None:
-        self._before, self._watch.waiting = self._watch.waiting, self._what
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.waiting = self._before
-        self._watch.progress += 1
-        if isinstance(error, RuntimeError) and not isinstance(error, StageError):
-            raise self._watch._tell(error, f"waiting for {self._what}", True)
 
 
 def _forget_in_child() -> None:
