@@ -7,7 +7,6 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,12 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.checkpoint.files import refuse_foreign
@@ -29,6 +25,7 @@ from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.strategies.collectives import MeshCollectives
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.shown_values import read_when_shown
@@ -37,7 +34,6 @@ from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcas
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-    from lightning.pytorch.strategies.strategy import TBroadcast
 
 _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
 StartMethod = Literal["popen", "fork", "spawn"]
@@ -47,7 +43,7 @@ def _reads_nothing(failed: bool) -> None:
     """What is shown is no device's."""
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(MeshCollectives):
     """A strategy whose ranks form a named mesh.
 
     Args:
@@ -270,57 +266,6 @@ class MeshStrategy(ParallelStrategy):
     def blocked(self, what: str) -> AbstractContextManager[None]:
         """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""
         return nullcontext() if self.watch is None else self.watch.blocked(what)
-
-    # -- collectives, by what Lightning means by them ------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the mesh, on the host."""
-        if dist.is_initialized():
-            with self.blocked(f"the other ranks at barrier {name or ''}".rstrip()):
-                dist.all_reduce(torch.zeros(1))
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Give every rank of the mesh the object of rank `src`."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        with self.blocked(f"an object of rank {src}"):
-            dist.broadcast_object_list(box, src, device=torch.device("cpu"))
-        return box[0]
-
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value."""
-        if group is None and self.axis_size("data") == 1:
-            return tensor
-        group = self.group("data") if group is None else group
-        if not isinstance(tensor, Tensor):
-            return tensor
-        with self.blocked("the other ranks' value, to reduce it"):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axis; a single model copy gives its tensor back, as one process does."""
-        group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
-        if group is None and self.axis_size("data") == 1:
-            return tensor
-        group = self.group("data") if group is None else group
-        if not sync_grads:
-            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-            with self.blocked("the other ranks' tensors"):
-                dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-            return torch.stack(parts)
-        with warnings.catch_warnings():  # PyTorch has deprecated what Lightning calls
-            warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional", category=FutureWarning)
-            return super().all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) ranks of the mesh say yes, agreed on the host."""
-        if not dist.is_initialized():
-            return decision
-        vote = torch.tensor(int(decision))
-        with self.blocked("the other ranks' decision"):
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(vote)
 
     def setup(self, trainer: Trainer) -> None:
         raise NotImplementedError

@@ -40,12 +40,12 @@ from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
+from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.step import TrainerStep
-from lightning_parallel.trainer.step_log import LogSpreader, StepIsVoid
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

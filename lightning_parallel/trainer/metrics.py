@@ -2,8 +2,7 @@
 
 The one idea: only the loss stage runs steps to their end, so its metric objects see every micro-batch and those of the
 other ranks see none. Outside a step `compute` is therefore answered by the loss stage: it computes and tells the value,
-and whoever else computes hears it. A told value carries the moment it holds for (steps run, resets, updates), so that
-one which only rank 0 asked for makes nobody wait and is passed over by the others.
+and whoever else computes hears it (``told_values.py``).
 
 Left out: metrics that count updates rather than rows (`Running`), or are made as the run goes (`MetricTracker`).
 """
@@ -14,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,18 +27,10 @@ from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError, phantoms_in
 from lightning_parallel.trainer.logged_metrics import LoggedMetrics, OfOneMicrobatch
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
+from lightning_parallel.trainer.told_values import ToldValues
 from lightning_parallel.trainer.watched_metric import WatchedMetric
 
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A metric's value and the moment it holds for: steps run, then resets and updates outside steps."""
-
-    key: tuple[str, bool]
-    moment: tuple[int, int]
-    value: Any
 
 
 class StepMetrics:
@@ -69,7 +59,7 @@ class StepMetrics:
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
         self._undo: dict[WatchedMetric, dict[str, Any]] | None = None
-        self._told: dict[tuple[str, bool], list[_Told]] = {}
+        self._told = ToldValues(pipeline)
         self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
         self.logged = LoggedMetrics(module, self._watched)
         self._refuse()
@@ -98,16 +88,13 @@ class StepMetrics:
 
     def hear(self) -> Any:
         """What the loss stage tells of a step; values of metrics that nobody here asked for are passed over."""
-        told = self.pipeline.hear()
-        while isinstance(told, _Told):
-            told = self.pipeline.hear()
-        return told
+        return self._told.hear_other()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step's micro-batches: metrics are filled, and computed by whoever computes."""
         self.num_steps += 1
-        self._told.clear()
+        self._told.forget()
         self.logged.begin()
         self.in_step = True
         if self.replay is not None:
@@ -211,38 +198,16 @@ class StepMetrics:
         if self.in_step or self._busy or not watched.metric._should_unsync:
             self._warn_of_part(watched)
             return watched.before["compute"](*args, **kwargs)
-        key = (watched.name, sys._getframe(1).f_code is _LIGHTNING_READS)
+        by_lightning = sys._getframe(1).f_code is _LIGHTNING_READS
         if not self.at_loss:
-            return tree_map_only(Tensor, lambda t: t.to(watched.metric.device), self._hear_value(watched, key))
+            return self._told.hear(watched, by_lightning, self.num_steps)
         self._busy = True  # a wrapper computes what it wraps
         try:
             value = watched.before["compute"](*args, **kwargs)
         finally:
             self._busy = False
-        self.pipeline.tell(_Told(key, watched.moment, tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), value)))
+        self._told.tell(watched, by_lightning, value)
         return value
-
-    def _hear_value(self, watched: WatchedMetric, key: tuple[str, bool]) -> Any:
-        """The value that the loss stage told for this moment.
-
-        What Lightning reads it reads once on every rank, though on rank 0 maybe earlier, for the progress bar: one
-        message a reading. What the user computes holds as long as nobody steps, updates or resets.
-        """
-        by_lightning = key[1]
-        wanted = (self.num_steps, 0) if by_lightning else watched.moment
-        while True:
-            known = self._told.setdefault(key, [])
-            while known and known[0].moment < wanted:
-                known.pop(0)
-            if known:
-                return (known.pop(0) if by_lightning else known[0]).value
-            told = self.pipeline.hear(f"metric `{watched.name}`, which rank 0 must compute too")
-            if not isinstance(told, _Told):
-                raise RuntimeError(
-                    f"Rank {self.pipeline.rank} computes metric `{watched.name}`, which rank 0 did not compute. Only"
-                    " rank 0 (the last stage) holds what a metric has seen: compute it on every rank."
-                )
-            self._told.setdefault(told.key, []).append(told)
 
     def _warn_of_part(self, watched: WatchedMetric) -> None:
         partly = self.in_step and self.share is not None and self.at_loss

@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.snapshot import Snapshot, untouched
 from lightning_parallel.pipeline.work import StepWork
+from lightning_parallel.trainer.log_spreader import StepIsVoid
 from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.step_log import StepIsVoid
 
 
 class Repeats:

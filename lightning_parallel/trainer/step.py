@@ -20,7 +20,8 @@ from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
-from lightning_parallel.trainer.step_log import LogCall, LogSpreader, StepIsVoid, StepLog
+from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
+from lightning_parallel.trainer.step_log import LogCall, StepLog
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.pipeline import PipelineStrategy

@@ -1,16 +1,15 @@
 """What a step logs: recorded for each micro-batch on the loss stage, joined, and replayed on every rank.
 
 The one idea: while micro-batches run, `self.log` only takes notes. After the last one, the notes become one call a key
-(the mean over micro-batches with the step's own weights), the loss stage tells the other ranks, and every rank makes
-the same `LightningModule.log` calls. So loggers, progress bar, checkpoints and early stopping see one value everywhere,
-and what a key means (on_step, on_epoch, sync_dist, ...) stays Lightning's business.
+(the mean over micro-batches with the step's own weights), the loss stage tells the other ranks (``log_spreader.py``),
+and every rank makes the same `LightningModule.log` calls. So loggers, progress bar, checkpoints and early stopping see
+one value everywhere, and what a key means (on_step, on_epoch, sync_dist, ...) stays Lightning's business.
 """
 
 from __future__ import annotations
 
 import inspect
 import numbers
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,18 +20,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
-from lightning_parallel.pipeline.readback import Readback
 from lightning_parallel.trainer.logged_metrics import Given
 from lightning_parallel.trainer.metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
-
-
-class StepIsVoid(Exception):
-    """A step called stages as it was not expected to: nothing came of it, on no rank."""
 
 
 @dataclass
@@ -66,6 +59,11 @@ class Note:
     key: tuple[str, int]
     value: Any
     options: dict[str, Any]
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Of a tensor; None for a number."""
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 class StepLog:
@@ -151,10 +149,10 @@ class StepLog:
         values = [note.value for note in notes]
         if isinstance(values[-1], MetricNote):
             value = self.metrics.logged.value(key, values[-1].name)
-            return LogCall(key[0], value, options, _dtype(value), values[-1].name)
+            return LogCall(key[0], value, options, dtype_of(value), values[-1].name)
         if len(values) > 1:
             values = [_reduce(values, [weights[note.microbatch] for note in notes], options.get("reduce_fx", "mean"))]
-        return LogCall(key[0], values[0], options, _dtype(values[0]))
+        return LogCall(key[0], values[0], options, dtype_of(values[0]))
 
 
 def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
@@ -167,95 +165,3 @@ def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[...
     if isinstance(values[0], Tensor) and not values[0].is_floating_point():
         values = [value.to(torch.get_default_dtype()) for value in values]
     return weighted_sum(values, weights) / sum(weights)
-
-
-_VOID = "nothing came of the step"
-Structure = tuple[torch.dtype | None, list[Any]]  # of the loss; of every call its name, options, dtype and metric
-
-
-class LogSpreader:
-    """Brings the loss stage's loss and joined log calls to every rank, over the host.
-
-    What is logged (names, options) travels whole only when it is new. On CPU it sets out as soon as the last forward
-    ran; on a device the values are read at the end of the step, which waits for the forwards and no more. They stay on
-    the host, where progress bars and loggers read them without waiting for the device.
-
-    Args:
-        pipeline: what tells and waits.
-        hear: receives what was told.
-    """
-
-    def __init__(self, pipeline: Pipeline, hear: Callable[[], Any]) -> None:
-        self._pipeline, self._hear = pipeline, hear
-        self._structures: list[Structure] = []
-        self._readback: Readback | None = None
-        # Lightning's advice for ranks that see different rows; here every rank logs the loss stage's value.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-
-    def announce(self, loss: Tensor | None, calls: list[LogCall]) -> None:
-        """On the loss stage, as soon as its forwards are launched: the values to tell."""
-        values = [0.0 if loss is None else loss, *(call.value for call in calls)]
-        self._readback = Readback(_stack(values, self._pipeline.device))
-        if self._pipeline.device.type == "cpu":
-            self._tell(loss, calls)
-
-    def send(self, loss: Tensor | None, calls: list[LogCall]) -> None:
-        """On the loss stage, at the end of its step, with what was announced: values go out and into the calls."""
-        if self._readback is not None:
-            self._tell(loss, calls)
-
-    def receive(self) -> tuple[Tensor, list[LogCall]]:
-        """On every other rank, at the end of its step: the loss stage's loss and calls.
-
-        Raises:
-            StepIsVoid: there are none.
-        """
-        told, numbers = self._hear()
-        if told == _VOID:
-            raise StepIsVoid
-        if not isinstance(told, int):
-            self._structures.append(told)
-            told = -1
-        dtype, structure = self._structures[told]
-        calls = [LogCall(name, None, options, kind, metric) for name, options, kind, metric in structure]
-        _assign(numbers[1:], calls)
-        return torch.full((), numbers[0], dtype=dtype, device=self._pipeline.device), calls
-
-    def announce_void(self) -> None:
-        """On the loss stage, in place of all this: nothing came of the step."""
-        self._pipeline.settle()
-        self._pipeline.tell((_VOID, []))
-
-    def _tell(self, loss: Tensor | None, calls: list[LogCall]) -> None:
-        assert self._readback is not None
-        mine: Structure = (_dtype(loss), [(call.name, call.options, call.dtype, call.metric) for call in calls])
-        known = mine in self._structures
-        if not known:
-            self._structures.append(mine)
-        numbers = self._readback.wait(self._pipeline.waiting).tolist()
-        self._readback = None
-        self._pipeline.settle()
-        self._pipeline.tell((self._structures.index(mine) if known else mine, numbers))
-        _assign(numbers[1:], calls)
-
-
-def _stack(values: list[Any], device: torch.device) -> Tensor:
-    """Numbers and scalar tensors as one float64 vector, without waiting for the device."""
-    stacked = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            stacked[i] = value.detach()
-        elif value:
-            stacked[i].fill_(float(value))
-    return stacked
-
-
-def _assign(numbers: Sequence[float], calls: list[LogCall]) -> None:
-    """Give each call its value, a tensor on the host."""
-    for number, call in zip(numbers, calls, strict=True):
-        if call.metric is None or call.dtype is not None:
-            call.value = torch.tensor(number, dtype=call.dtype)
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, Tensor) else None

@@ -1,0 +1,85 @@
+"""Lightning's collectives, by what it means by them.
+
+The one idea: "all processes" is the mesh, which is waited for on the host; "all processes that see different rows" is
+the data axis, and ranks of one model copy hold the same value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.strategy import TBroadcast
+
+
+class MeshCollectives(ParallelStrategy):
+    """The collectives of a strategy whose ranks form a mesh."""
+
+    def axis_size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        raise NotImplementedError
+
+    def group(self, *axes: str) -> Any:
+        """The process group of this rank's line along an axis, or of its plane along several."""
+        raise NotImplementedError
+
+    def blocked(self, what: str) -> AbstractContextManager[None]:
+        """A context for what waits for other ranks."""
+        raise NotImplementedError
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the mesh, on the host."""
+        if dist.is_initialized():
+            with self.blocked(f"the other ranks at barrier {name or ''}".rstrip()):
+                dist.all_reduce(torch.zeros(1))
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Give every rank of the mesh the object of rank `src`."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        with self.blocked(f"an object of rank {src}"):
+            dist.broadcast_object_list(box, src, device=torch.device("cpu"))
+        return box[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value."""
+        if group is None and self.axis_size("data") == 1:
+            return tensor
+        group = self.group("data") if group is None else group
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self.blocked("the other ranks' value, to reduce it"):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data axis; a single model copy gives its tensor back, as one process does."""
+        group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
+        if group is None and self.axis_size("data") == 1:
+            return tensor
+        group = self.group("data") if group is None else group
+        if not sync_grads:
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            with self.blocked("the other ranks' tensors"):
+                dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+            return torch.stack(parts)
+        with warnings.catch_warnings():  # PyTorch has deprecated what Lightning calls
+            warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional", category=FutureWarning)
+            return super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) ranks of the mesh say yes, agreed on the host."""
+        if not dist.is_initialized():
+            return decision
+        vote = torch.tensor(int(decision))
+        with self.blocked("the other ranks' decision"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(vote)
