@@ -18,6 +18,7 @@ from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
+from lightning_parallel.pipeline.blocks import unit_names
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel, Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
@@ -29,7 +30,7 @@ from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
-from lightning_parallel.pipeline.partition import Partition, lay_out, unit_names
+from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare, equalize_buffers

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline import schedules
+from lightning_parallel.pipeline.blocks import block_names, unit_names
 from lightning_parallel.pipeline.choice import CANDIDATES, Choice, choose
 from lightning_parallel.pipeline.costs import Costs
-from lightning_parallel.pipeline.partition import block_names, unit_names
 from lightning_parallel.pipeline.timing import Context, UnitCost, calls_on_shapes, unit_costs
 
 _WHY = 'schedule="auto"'

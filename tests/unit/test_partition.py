@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_parallel.demo.gpt import GPT
-from lightning_parallel.pipeline.partition import Layout, find_blocks, lay_out, min_max_cut, unit_names
+from lightning_parallel.pipeline.blocks import find_blocks, unit_names
+from lightning_parallel.pipeline.partition import Layout, lay_out, min_max_cut
 from lightning_parallel.pipeline.timing import shadow_of, unit_costs
 
 
