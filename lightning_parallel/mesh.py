@@ -69,6 +69,17 @@ def grid(axes: Mapping[str, int], order: Sequence[str]) -> Tensor:
     return ranks.permute([names.index(axis) for axis in order if axis in axes]).reshape([axes.get(a, 1) for a in order])
 
 
+def axes_between(axes: Mapping[str, int], ranks: Sequence[int]) -> str:
+    """The axes of a mesh along which some of its global ranks lie apart, outermost first, joined by an x.
+
+    Example:
+        >>> axes_between({"data": 2, "pipeline": 2}, [0, 1]), axes_between({"data": 2, "pipeline": 2}, [0, 3])
+        ('pipeline', 'dataxpipeline')
+    """
+    places = torch.unravel_index(torch.tensor([*ranks]), tuple(axes.values()))
+    return "x".join(axis for axis, place in zip(axes, places, strict=True) if place.unique().numel() > 1)
+
+
 def open_groups(axes: Mapping[str, int], planes: Sequence[Collection[str]] = ()) -> dict[frozenset[str], Any]:
     """The group of this rank's line along each axis, and of its plane along several; all ranks call it.
 

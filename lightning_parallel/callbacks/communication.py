@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_parallel.callbacks.logged import log_measured
-from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, runs_pipeline
+from lightning_parallel.callbacks.stats import EveryNSteps, axis_of, log_every_n_steps, runs_pipeline
 from lightning_parallel.measure.collective_costs import COLLECTIVES, Link, estimate
 from lightning_parallel.measure.communication import CommunicationWatch, Key, Moved, volume
 
@@ -69,7 +69,7 @@ class CommunicationMonitor(Callback):
         if self._watch is None and self._is_due.is_coming(
             trainer.global_step, log_every_n_steps(trainer), _ahead(trainer)
         ):
-            self._watch, self.backwards = CommunicationWatch(_axis_of(trainer)), 0
+            self._watch, self.backwards = CommunicationWatch(axis_of(trainer)), 0
             self._watch.__enter__()
         self._phase("forward")
 
@@ -168,16 +168,6 @@ def _seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _axis_of(trainer: Trainer) -> Callable[[Any], str]:
-    """Names of the strategy's axes by group; groups of the host alone are called host."""
-    groups: Mapping[int, str] = getattr(trainer.strategy, "group_names", lambda: {})()
-
-    def axis_of(group: Any) -> str:
-        return groups.get(id(group), "data")
-
-    return axis_of
 
 
 def _ahead(trainer: Trainer) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from lightning.pytorch import Trainer
 
+from lightning_parallel.measure.lanes import CallLog
 from lightning_parallel.measure.spans import StepTrace
 from lightning_parallel.pipeline.schedule import Schedule
 
@@ -32,6 +34,9 @@ class PipelineStats(Protocol):
     @property
     def shares(self) -> tuple[float, ...]:
         """Share of each stage in the work, as whoever cut the model expected."""
+
+    def keep_calls(self, log: CallLog) -> None:
+        """Take what this rank said to others in the newest step, for the lanes of its trace."""
 
     def trace(self) -> StepTrace | None:
         """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
@@ -61,6 +66,19 @@ def runs_pipeline(trainer: Trainer) -> bool:
 def stats_of(trainer: Trainer) -> PipelineStats:
     """The trainer's pipeline statistics, once ``require_stats`` passed."""
     return cast(PipelineStats, cast(Any, trainer.strategy).stats)
+
+
+def axis_of(trainer: Trainer) -> Callable[[Any], str]:
+    """What names the axis of the mesh along which a process group's ranks lie; of a plain strategy it is "data"."""
+    of_strategy: Callable[[Any], str] = getattr(trainer.strategy, "axis_of", lambda group: "data")
+    known: dict[int, str] = {}
+
+    def named(group: Any) -> str:
+        if id(group) not in known:
+            known[id(group)] = of_strategy(group) or "data"
+        return known[id(group)]
+
+    return named
 
 
 def log_every_n_steps(trainer: Trainer) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_parallel.callbacks.stats import EveryNSteps, require_stats, stats_of
+from lightning_parallel.callbacks.stats import EveryNSteps, axis_of, require_stats, stats_of
 from lightning_parallel.measure.bubble import idle_of, makespan, span_of
+from lightning_parallel.measure.lanes import CallLog
 from lightning_parallel.measure.perfetto import write_chrome_trace
 from lightning_parallel.measure.picture import Panel, draw_timelines
 from lightning_parallel.measure.reading import expected_timeline
@@ -21,6 +22,11 @@ class TimelineExporter(Callback):
     ``timeline/step_000099.png`` shows the measured step above the schedule simulated with its action times, on one
     scale; ``timeline/step_000099.json`` is the same step in the Chrome trace format. Rank 0 writes, all ranks give
     their times. The last step of the training is written as well.
+
+    Below each rank's actions lie lanes, one for each axis of the mesh along which it said something in the batch, from
+    its begin to the optimizer's step: ``pipeline`` (values between stages), ``data`` (gradients, what ZeRO gathers),
+    ``tensor``. On a CPU a call that runs on by itself ends when the host has waited for it. Calls are timed in batches
+    that will be drawn; if training ends where that cannot be foreseen, its last step has no lanes.
 
     Args:
         dirpath: folder of the files. Left out, ``timeline`` in the trainer's ``log_dir``, or in the working directory
@@ -41,6 +47,7 @@ class TimelineExporter(Callback):
         self._is_due = EveryNSteps(self, every_n_steps)
         self._folder = Path()
         self._written: int | None = None
+        self._log: CallLog | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy without a pipeline."""
@@ -52,16 +59,36 @@ class TimelineExporter(Callback):
         self._written, self.files = None, []
         self._folder = Path(self.dirpath) if self.dirpath else Path(trainer.log_dir or Path.cwd()) / "timeline"
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to listen, where this batch may be the one that is written: clocks are read a step late."""
+        is_coming = self._is_due.is_coming(trainer.global_step, default=0, ahead=2)
+        if is_coming or _is_at_end(trainer, batch_idx):
+            self._log = CallLog(axis_of(trainer))
+            self._log.__enter__()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the newest finished step, on the steps that are due."""
+        log = self._stop_listening()
+        if log is not None:
+            stats_of(trainer).keep_calls(log)
         if self._is_due(trainer.global_step, default=0):
             self._export(stats_of(trainer).trace(), trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last step."""
         self._export(stats_of(trainer).last_trace(), trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the names of torch.distributed as they were."""
+        self._stop_listening()
+
+    def _stop_listening(self) -> CallLog | None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.__exit__(None, None, None)
+        return log
 
     def _export(self, trace: StepTrace | None, trainer: Trainer) -> None:
         if trace is None or trace.step == self._written:
@@ -81,6 +108,7 @@ def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -
             f"Measured: {schedule.name}, step {trace.step}",
             trace.rows,
             _note(makespan(trace.rows), idle_of(trace.rows), span_of(trace.rows)),
+            trace.lanes,
         ),
         Panel(
             "Simulated: every action takes its measured mean",
@@ -91,6 +119,14 @@ def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -
     draw_timelines(picture, panels, [_row_label(trace, row, rank) for row, rank in enumerate(row_ranks)])
     write_chrome_trace(events, [trace], row_ranks)
     return [picture, events]
+
+
+def _is_at_end(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether this batch is the last of the training or the one before, which may be the newest that can be read."""
+    if trainer.max_steps != -1 and trainer.global_step + 2 >= trainer.max_steps:
+        return True
+    is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+    return is_last_epoch and batch_idx + 2 >= trainer.num_training_batches
 
 
 def _note(seconds: float, idle: float, span: float) -> str:

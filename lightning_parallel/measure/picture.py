@@ -1,4 +1,4 @@
-"""Timelines as pictures: ranks as rows, actions as boxes coloured by kind, micro-batch numbers inside.
+"""Timelines as pictures: ranks as rows, actions as boxes coloured by kind, micro-batch numbers inside; lanes below.
 
 The one idea: measured and simulated time have the same form, so one routine draws both, one above the other on one
 scale. Matplotlib is imported when a picture is drawn, and only its Agg canvas is used: no display, no global state.
@@ -7,10 +7,11 @@ scale. Matplotlib is imported when a picture is drawn, and only its Agg canvas i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from lightning_parallel.measure.lanes import Lanes, Transfer, axes_in
 from lightning_parallel.measure.spans import Rows, Span
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 COLOURS = {"F": "#3b6fb6", "B": "#4c9f70", "I": "#39a0a3", "W": "#e0a030", "U": "#8a63b0"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 IDLE, SEND, WAIT, INK, MUTED = "#eceef2", "#c2453d", "#d5d9e0", "#22262e", "#6b7280"
+LANE_COLOURS = {"pipeline": "#c2453d", "data": "#8f5a2b", "tensor": "#b0478f"}
+LANE = 0.55  # of a row: the height of a lane
 NARROW, WIDE, ROW_HEIGHT, PANEL_MARGIN, TOP, BOTTOM = 10.0, 32.0, 0.40, 0.46, 0.20, 0.58  # inches
 MARGIN, LETTER = 0.20, 0.073  # inches: beside the rows, and a letter of the labels
 BOX, GAP = 0.84, 0.08  # of a row: the height of a box, the room above and below it
@@ -35,11 +38,34 @@ class Panel:
         title: what it shows.
         rows: spans of each rank, ``StepTrace.rows`` or ``Timeline.rows``.
         note: numbers to print beside the title.
+        lanes: `StepTrace.lanes`: what each row said to others, drawn below it, or empty.
     """
 
     title: str
     rows: Rows
     note: str = ""
+    lanes: Lanes = ()
+
+    @property
+    def axes(self) -> list[str]:
+        """Of the lanes below each row."""
+        return axes_in(self.lanes)
+
+    @property
+    def end(self) -> float:
+        """Of the last action or call."""
+        ends = [span.end for row in self.rows for span in row]
+        return max([*ends, *(transfer.end for row in self.lanes for transfer in row)], default=0.0)
+
+    @property
+    def pitch(self) -> float:
+        """From row to row, in rows."""
+        return 1 + LANE * len(self.axes)
+
+    @property
+    def height(self) -> float:
+        """Of all rows and lanes, in rows."""
+        return self.pitch * len(self.rows)
 
 
 def draw_timelines(
@@ -64,11 +90,11 @@ def draw_timelines(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shifted = [Panel(panel.title, _from_zero(panel.rows), panel.note) for panel in panels]
-    end = max((span.end for panel in shifted for row in panel.rows for span in row), default=0.0)
+    shifted = [_from_zero(panel) for panel in panels]
+    end = max((panel.end for panel in shifted), default=0.0)
     if end <= 0:
         raise ValueError(f"There is nothing to draw: {len(panels)} timelines hold no action that takes time.")
-    heights = [PANEL_MARGIN + ROW_HEIGHT * len(panel.rows) for panel in shifted]
+    heights = [PANEL_MARGIN + ROW_HEIGHT * panel.height for panel in shifted]
     labels = row_labels or [f"rank {row}" for row in range(max(len(panel.rows) for panel in shifted))]
     left = MARGIN + LETTER * max(map(len, labels))
     figure = Figure(
@@ -87,15 +113,14 @@ def draw_timelines(
     figure.savefig(path)
 
 
-def _from_zero(rows: Rows) -> Rows:
-    zero = min((span.start for row in rows for span in row if span.is_compute), default=0.0)
-    return tuple(
-        tuple(
-            Span(s.kind, s.stage, s.microbatch, max(0.0, s.start - zero), max(0.0, s.end - zero), s.replica)
-            for s in row
-        )
-        for row in rows
-    )
+def _from_zero(panel: Panel) -> Panel:
+    starts = [span.start for row in panel.rows for span in row if span.is_compute]
+    zero = min([*starts, *(transfer.start for row in panel.lanes for transfer in row)], default=0.0)
+
+    def shifted(row: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(replace(s, start=max(0.0, s.start - zero), end=max(0.0, s.end - zero)) for s in row)
+
+    return replace(panel, rows=tuple(map(shifted, panel.rows)), lanes=tuple(map(shifted, panel.lanes)))
 
 
 def _row_width(panels: Sequence[Panel], end: float) -> float:
@@ -118,11 +143,18 @@ def _place(figure: Figure, left: float, top: float, height: float) -> Axes:
 
 def _draw_panel(axes: Axes, panel: Panel, factor: float, end: float, labels: Sequence[str]) -> None:
     own_end = max(span.end for row in panel.rows for span in row) * factor
-    for row, spans in enumerate(panel.rows):
-        axes.broken_barh([(0, own_end)], (row + GAP, BOX), facecolors=IDLE, linewidth=0, zorder=1)
-        _draw_row(axes, row, spans, factor, end)
-    axes.set(xlim=(0, end), ylim=(len(panel.rows), 0), yticks=[row + 0.5 for row in range(len(panel.rows))])
-    axes.set_yticklabels(labels[: len(panel.rows)], fontsize=9, color=INK)
+    ticks: list[tuple[float, str]] = []
+    for row, (spans, label) in enumerate(zip(panel.rows, labels, strict=False)):
+        top = row * panel.pitch
+        axes.broken_barh([(0, own_end)], (top + GAP, BOX), facecolors=IDLE, linewidth=0, zorder=1)
+        _draw_row(axes, top, spans, factor, end)
+        ticks += [(top + 0.5, label)]
+        for number, axis in enumerate(panel.axes):
+            lane = top + 1 + LANE * number
+            _draw_lane(axes, lane, [t for t in panel.lanes[row] if t.axis == axis], factor)
+            ticks += [(lane + LANE / 2 - GAP, axis)]
+    axes.set(xlim=(0, end), ylim=(panel.height, 0), yticks=[at for at, _ in ticks])
+    axes.set_yticklabels([label for _, label in ticks], fontsize=9, color=INK)
     axes.tick_params(length=0, colors=MUTED, labelsize=9)
     axes.tick_params(axis="y", colors=INK)
     axes.grid(axis="x", color="white", linewidth=0.8, zorder=1.5)
@@ -132,7 +164,19 @@ def _draw_panel(axes: Axes, panel: Panel, factor: float, end: float, labels: Seq
     axes.set_title(panel.note, loc="right", fontsize=9, color=MUTED, pad=5)
 
 
-def _draw_row(axes: Axes, row: int, spans: Sequence[Span], factor: float, end: float) -> None:
+def _draw_lane(axes: Axes, top: float, transfers: Sequence[Transfer], factor: float) -> None:
+    bars = [(transfer.start * factor, (transfer.end - transfer.start) * factor) for transfer in transfers]
+    colour = _lane_colour(transfers[0].axis) if transfers else IDLE
+    # What runs at the same time shows through; an edge keeps what is short visible.
+    style: dict[str, Any] = {"facecolors": colour, "edgecolors": colour, "linewidth": 0.4, "alpha": 0.6}
+    axes.broken_barh(bars, (top, LANE - 2 * GAP), zorder=3, **style)
+
+
+def _lane_colour(axis: str) -> str:
+    return LANE_COLOURS.get(axis, MUTED)
+
+
+def _draw_row(axes: Axes, row: float, spans: Sequence[Span], factor: float, end: float) -> None:
     chunks = sorted({(span.replica, span.stage) for span in spans if span.is_compute})
     inches = axes.bbox.width / axes.figure.dpi / end
     digits = max((len(str(span.microbatch)) for span in spans), default=1)
@@ -174,6 +218,8 @@ def _legend(figure: Figure, panels: Sequence[Panel]) -> None:
     entries += [Patch(color=WAIT, label="waits for a value")] if "recv" in kinds else []
     entries += [Patch(color=SEND, label="sends")] if "send" in kinds else []
     entries += [Patch(color=IDLE, label="idle")]
+    lanes = dict.fromkeys(axis for panel in panels for axis in panel.axes)
+    entries += [Patch(color=_lane_colour(axis), alpha=0.6, label=f"{axis} axis") for axis in lanes]
     width, height = figure.get_size_inches()
     corner = (1 - MARGIN / width, 1 - 0.10 / height)
     style: dict[str, Any] = {

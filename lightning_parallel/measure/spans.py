@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_parallel.measure.lanes import Lanes
     from lightning_parallel.pipeline.schedule import Schedule
 
 COMPUTE_KINDS = ("F", "B", "I", "W", "U")
@@ -72,8 +73,10 @@ class StepTrace:
         step: which step of the training.
         schedule: what the ranks were told to do.
         rows: one tuple of spans a row of the schedule, in the order in which they started.
+        lanes: what each row's rank said to others, in the order of its calls; empty where nobody listened.
     """
 
     step: int
     schedule: Schedule
     rows: Rows
+    lanes: Lanes = ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -101,9 +101,13 @@ class Channel:
         device_group: a group of the two ranks alone whose communicator carries tensors; None sends them over
             host_group.
         waiting: a context entered while this process is blocked in a receive.
+
+    Attributes:
+        observer: of all channels, who begins sends and receives of tensors in their place, to time them; or None.
     """
 
     is_local = False
+    observer: ClassVar[Callable[[Channel, str, Tensor, Callable[[Tensor], Any]], Any] | None] = None
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class Channel:
         device_group: Any = None,
         waiting: Waiting = nobody_waits,
     ) -> None:
-        self.source, self.target, self.device, self.waiting = source, target, device, waiting
+        self.source, self.target, self.tag, self.device, self.waiting = source, target, tag, device, waiting
         self._object_tag, self._tensor_tag = 2 * tag, 2 * tag + 1
         self._host_group, self._device_group = host_group, device_group
         self._sending: deque[tuple[Any, Tensor]] = deque()
@@ -202,11 +206,19 @@ class Channel:
             self.post([TensorMeta((1,), (1,), torch.float32)], "the first byte").wait()
 
     def _isend(self, payload: Tensor) -> Any:
+        observer = Channel.observer
+        return self._send(payload) if observer is None else observer(self, "send", payload, self._send)
+
+    def _irecv(self, buffer: Tensor) -> Any:
+        observer = Channel.observer
+        return self._receive(buffer) if observer is None else observer(self, "recv", buffer, self._receive)
+
+    def _send(self, payload: Tensor) -> Any:
         if self._device_group is not None:
             return self._device_group.send([payload], self._place_of(self.target), 0)
         return dist.isend(payload, self.target, group=self._host_group, tag=self._tensor_tag)
 
-    def _irecv(self, buffer: Tensor) -> Any:
+    def _receive(self, buffer: Tensor) -> Any:
         if self._device_group is not None:
             return self._device_group.recv([buffer], self._place_of(self.source), 0)
         return dist.irecv(buffer, self.source, group=self._host_group, tag=self._tensor_tag)

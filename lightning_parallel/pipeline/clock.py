@@ -25,6 +25,8 @@ class Clock(Protocol):
 
     def forget(self, marks: Sequence[Any]) -> None: ...
 
+    def seconds_at(self, moment: Any) -> float: ...
+
 
 class HostClock:
     """`time.perf_counter`: the monotonic clock of the host, one for all its processes."""
@@ -40,6 +42,9 @@ class HostClock:
 
     def forget(self, marks: Sequence[float]) -> None:
         """Nobody will read these marks."""
+
+    def seconds_at(self, moment: float) -> float:
+        return moment
 
 
 class CudaClock:
@@ -82,6 +87,13 @@ class CudaClock:
     def forget(self, marks: Sequence[torch.cuda.Event]) -> None:
         """Nobody will read these marks: they are used again."""
         self._free.extend(dict.fromkeys(marks))
+
+    def seconds_at(self, moment: torch.cuda.Event | float) -> float:
+        """Of somebody else's event that has happened, or of a moment of the host: seconds on the host's clock."""
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        return self._anchor_seconds + self._anchor.elapsed_time(moment) / 1e3
 
 
 def make_clock(device: torch.device) -> Clock:

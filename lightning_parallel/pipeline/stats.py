@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_parallel.measure.lanes import CallLog, Transfer, joined
 from lightning_parallel.measure.spans import Span, StepTrace
 from lightning_parallel.pipeline.clock import Clock
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.work import Marks
 
 Times = list[float]
+Told = tuple[Times, list[Transfer] | None]  # of one step, by a rank
 _KEPT = 8  # steps whose marks wait to be read
 
 
@@ -40,6 +42,7 @@ class PipelineStats:
         self._clock, self._all_gather = clock, all_gather
         self._pending: deque[tuple[int, Marks]] = deque()
         self._finished: deque[tuple[int, Schedule, Times]] = deque(maxlen=_KEPT)
+        self._calls: dict[int, CallLog] = {}
         self._cached: tuple[int, StepTrace | None] = (-1, None)
         self._step = 0
 
@@ -58,6 +61,10 @@ class PipelineStats:
         self._step -= 1
         self._clock.forget(self._pending.pop()[1].moments)
 
+    def keep_calls(self, log: CallLog) -> None:
+        """Take what this rank said to others in the newest step, for the lanes of its trace."""
+        self._calls[self._step] = log
+
     def trace(self) -> StepTrace | None:
         """The newest finished step before the current one, of all ranks; collective, the same on every rank.
 
@@ -73,11 +80,16 @@ class PipelineStats:
     def _trace(self, newest: int) -> StepTrace | None:
         if self._cached[0] != newest:
             self._read()
-            mine = {step: times for step, _, times in self._finished if step <= newest}
+            mine = {step: (times, self._transfers(step)) for step, _, times in self._finished if step <= newest}
             everyone = self._all_gather(mine)
             common = set.intersection(*(set(entry) for entry in everyone))
             self._cached = (newest, self._build(max(common), everyone) if common else None)
+            self._calls = {step: log for step, log in self._calls.items() if step >= newest}
         return self._cached[1]
+
+    def _transfers(self, step: int) -> list[Transfer] | None:
+        log = self._calls.get(step)
+        return None if log is None else log.transfers(self._clock.seconds_at)
 
     def _read(self) -> None:
         """Turn marks into seconds, oldest first, stopping at the first step that is still running on the device."""
@@ -94,11 +106,11 @@ class PipelineStats:
             self._pending.popleft()
             self._finished.append((step, marks.schedule, times))
 
-    def _build(self, step: int, everyone: list[dict[int, Times]]) -> StepTrace:
+    def _build(self, step: int, everyone: list[dict[int, Told]]) -> StepTrace:
         schedule = next(schedule for number, schedule, _ in self._finished if number == step)
         rows, order = [], sorted(self.row_ranks)  # entries come in the order of global ranks
-        for row in range(schedule.num_ranks):
-            times = everyone[order.index(self.row_ranks[row])][step]
+        told = [everyone[order.index(rank)][step] for rank in self.row_ranks]
+        for row, (times, _) in enumerate(told):
             spans = []
             for i, action in enumerate(schedule.actions[row]):
                 began, ready, ended = times[3 * i : 3 * i + 3]
@@ -106,4 +118,5 @@ class PipelineStats:
                     spans.append(Span("recv", action.stage, action.microbatch, began, ready, action.replica))
                 spans.append(Span(action.kind, action.stage, action.microbatch, ready, ended, action.replica))
             rows.append(tuple(spans))
-        return StepTrace(step, schedule, tuple(rows))
+        said = [transfers for _, transfers in told if transfers is not None]
+        return StepTrace(step, schedule, tuple(rows), joined(said) if len(said) == len(told) else ())

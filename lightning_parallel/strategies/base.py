@@ -7,7 +7,7 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
-from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.mesh import axes_between, build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.strategies.collectives import MeshCollectives
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
@@ -115,6 +115,17 @@ class MeshStrategy(MeshCollectives):
         """The process group of this rank's line along an axis, or of its plane along several that `planes` names, on
         host and device; None is the default group."""
         return self._groups.get(frozenset(axis for axis in axes if self.axes().get(axis, 1) > 1))
+
+    def axis_of(self, group: Any) -> str:
+        """The axis along which the ranks of a process group lie, for callbacks, or several joined by an x; "host" where
+        they agree on the host alone."""
+        if id(group) in self._host_groups():
+            return "host"
+        return axes_between(self.axes(), dist.get_process_group_ranks(group))
+
+    def _host_groups(self) -> Collection[int]:
+        """Identities of the groups in which nothing of the model is said."""
+        return {id(self._sigterm_group)}
 
     # -- ranks and devices ---------------------------------------------------------------------------------------------
 

@@ -119,14 +119,6 @@ class HybridStrategy(DividedPipeline):
     def axes(self) -> Mapping[str, int]:
         return self.degrees.axes(self.world_size)
 
-    def group_names(self) -> dict[int, str]:
-        """What the process groups are for, for callbacks: by their identity. The default one is of all axes, None."""
-        named = {id(group): "x".join(sorted(axes)) for axes, group in self._groups.items()}
-        wide = [axis for axis, size in self.axes().items() if size > 1]
-        if len(wide) == 1:
-            named[id(None)] = wide[0]
-        return named | {id(self._sigterm_group): "host"}
-
     def setup_environment(self) -> None:
         super().setup_environment()
         rank_zero_info(table(self.axes()))

@@ -7,7 +7,7 @@ The one idea: the module trains as under DDP, step for step; what ranks divide i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -180,9 +180,8 @@ class ZeROStrategy(ZeROCheckpoints):
         """What the stage promises this rank in bytes, for callbacks; once an optimizer has stepped."""
         return self.engine.model_states(self.optimizers)
 
-    def group_names(self) -> dict[int, str]:
-        """What the process groups are for, for callbacks: by their identity."""
-        return {id(self._control): "host", id(self._sigterm_group): "host"}
+    def _host_groups(self) -> Collection[int]:
+        return {id(self._control), *super()._host_groups()}
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
