@@ -122,6 +122,8 @@ class HybridStrategy(DividedPipeline):
     def group_names(self) -> dict[int, str]:
         """What the process groups are for, for callbacks: by their identity. The default one is of all axes, None."""
         named = {id(group): "x".join(sorted(axes)) for axes, group in self._groups.items()}
+        if self._states is not None:
+            named[id(self._states.partition.ranks.reductions)] = "data"
         wide = [axis for axis, size in self.axes().items() if size > 1]
         if len(wide) == 1:
             named[id(None)] = wide[0]
