@@ -144,7 +144,7 @@ class Pipeline(Copy):
             self.sums = GradientSums(self.table, self._groups, self.device, self.waiting)
         elif self.data.size > 1 and early_sums:
             unseen = () if graphs is None else (graphs.adds_to,)
-            self.early = EarlySums(self.table, self.gradients, self._open_sum_group(), *unseen)
+            self.early = EarlySums(self.table, self.gradients, self.open_sum_group(), *unseen)
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""
@@ -278,7 +278,7 @@ class Pipeline(Copy):
             groups[rows] = opened[self.copy]
         return groups
 
-    def _open_sum_group(self) -> Any:
+    def open_sum_group(self) -> Any:
         """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
         found = None
         for place in range(self.tensor_size):

@@ -16,6 +16,7 @@ from lightning_parallel.pipeline.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.stage import StageRun
+    from lightning_parallel.zero.windows import Windows
 
 Recompute = Literal["none", "block", "stage"]
 
@@ -44,6 +45,7 @@ class Cut:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
         self.active: StageRun | None = None
+        self.windows: Windows | None = None  # what makes blocks whole for their calls, where copies divide them
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         chain = [self._blocks[block] for block in sorted(self._blocks)]
         self._pace = _pace(chain, {x for x in chain if next(model.get_submodule(x).parameters(), None) is not None})

@@ -10,9 +10,9 @@ parameters that several ranks of a copy hold, whose gradients are summed over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class EarlySums:
             if schedule not in self._plans:
                 self._plans[schedule] = self._plan(schedule)
             actions, finals = schedule.actions[self._row], self._plans[schedule]
-            self._round = Round(actions, finals, [p for _, p in self._own if p.requires_grad], self)
+            self._round = Round(actions, finals, list(buckets([p for _, p in self._own if p.requires_grad])), self)
         return self._round
 
     @property
@@ -100,40 +100,58 @@ class EarlySums:
         return {} if stale else sums
 
 
+class Sender(Protocol):
+    """What a `Round` asks to send buckets."""
+
+    def may_be_early(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's hooks are called with all of its gradient."""
+
+    def send(self, bucket: list[nn.Parameter]) -> Any:
+        """Begin to send a bucket whose gradients are final."""
+
+
 class Round:
     """One step: which gradients are final, and which buckets were sent.
 
     Args:
         actions: this rank's.
         finals: for each action, by number, the parameters whose gradients are final with it.
-        parameters: those that train, in the order in which they are sent.
-        sums: sends.
+        buckets: of parameters that train, in the order in which they are sent.
+        sender: sends.
     """
 
     def __init__(
         self,
         actions: tuple[Action, ...],
         finals: Mapping[int, list[nn.Parameter]],
-        parameters: list[nn.Parameter],
-        sums: EarlySums,
+        buckets: Sequence[list[Any]],
+        sender: Sender,
     ) -> None:
-        self.sent: list[tuple[list[_Given], BucketSum]] = []
-        self._finals, self._sums = finals, sums
+        self.sent: list[Any] = []
+        self._finals, self._sender, self._now = finals, sender, set[nn.Parameter]()
         self._by_action = {actions[number]: held for number, held in finals.items() if number >= 0}
-        self._buckets: list[list[Any]] = list(buckets(parameters))
+        self._buckets = buckets
         self._missing = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
         self._open = [len(bucket) for bucket in self._buckets]
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
         """Around a backward: where it is the last of its stage, gradients are final as it makes them."""
-        watched = [p for p in self._by_action.get(action, ()) if p in self._missing and self._sums.may_be_early(p)]
+        watched = [p for p in self._by_action.get(action, ()) if p in self._missing and self._sender.may_be_early(p)]
         handles = [parameter.register_post_accumulate_grad_hook(self._made) for parameter in watched]
+        self._now = set(watched)
         try:
             yield
         finally:
+            self._now = set()
             for handle in handles:
                 handle.remove()
+
+    def come_past(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A backward has come past these parameters: if it is the last of their stage their gradients are final."""
+        for parameter in parameters:
+            if parameter in self._now:
+                self._made(parameter)
 
     def weights(
         self, action: Action, waiting: Callable[[], Collection[Tensor]]
@@ -145,7 +163,7 @@ class Round:
         for parameter in self._by_action[action]:
             if parameter not in still:
                 self._made(parameter)
-        finals = {parameter for parameter in finals if self._sums.may_be_early(parameter)}
+        finals = {parameter for parameter in finals if self._sender.may_be_early(parameter)}
         return lambda parameter: self._made(parameter) if parameter in finals else None
 
     def after(self, number: int) -> None:
@@ -159,7 +177,7 @@ class Round:
         if number is not None:
             self._open[number] -= 1
         while len(self.sent) < len(self._buckets) and not self._open[len(self.sent)]:
-            self.sent.append(self._sums.send(self._buckets[len(self.sent)]))
+            self.sent.append(self._sender.send(self._buckets[len(self.sent)]))
 
 
 class _Given(NamedTuple):

@@ -61,6 +61,7 @@ class Engine:
         """
         row = work.schedule.actions[self.row]
         for seat in self.seats.values():
+            seat.cut.windows = work.windows
             seat.clear()
         for seat in self.seats.values():
             seat.settle()
@@ -111,7 +112,8 @@ class Engine:
             moments.append(self.clock.mark() if elsewhere else moments[-1])
 
         if windows is not None:
-            windows.begin(action.stage)  # while what the action needs is on its way
+            forward_first = action.kind == "F" or seat.cut.recomputes_stage(action.stage)
+            windows.begin(action.stage, forward_first)  # while what the action needs is on its way
         self._do(action, seat, work, ready)
         if windows is not None:
             windows.end(action.stage)

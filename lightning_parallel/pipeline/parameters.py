@@ -101,6 +101,17 @@ class ParameterTable:
             if self.row in entry.rows:
                 yield entry, self.model.get_parameter(entry.name)
 
+    def blocks(self) -> dict[str, int]:
+        """The number of the block in which all of a parameter's names lie, by its first name; others are left out."""
+        of_unit = {unit.name: unit.block for unit in self.layout.units}
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            units = {next((u for u in _prefixes(name) if u in of_unit), "") for name in entry.names}
+            block = of_unit.get(units.pop()) if len(units) == 1 else None
+            if block is not None:
+                found[entry.name] = block
+        return found
+
     def shared(self) -> list[Entry]:
         """Parameters that several ranks hold."""
         return [entry for entry in self.entries if len(entry.rows) > 1]

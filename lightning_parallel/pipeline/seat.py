@@ -236,6 +236,8 @@ class Seat:
         if held.again:
             self._run_again(held, work)
             deferred = self._prepare(action, held)
+        if work.windows is not None and self.cut.recomputes_stage(self.stage):
+            work.windows.turn(self.stage)
         if gradients and held.run is not None:
             with held.run.replay(), work.early.backward(action) if work.early is not None else nullcontext():
                 if deferred is None:

@@ -119,7 +119,9 @@ class StageRun:
         self.has_ended, self.doubt = False, ""
         self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
-        self.plain = not learn and not self._recomputes_blocks and not keep and not going.after
+        self.plain = (
+            not learn and not self._recomputes_blocks and not keep and not going.after and cut.windows is None
+        )
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()
@@ -186,7 +188,7 @@ class StageRun:
         self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
         if self.record is None:
-            result = self._compute(hook, module, args, kwargs, before_this)
+            result = self._compute(hook, owner, module, args, kwargs, before_this)
         else:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
         if self._keep or (self._keep is not None and self.record is not None):
@@ -213,7 +215,7 @@ class StageRun:
         assert self.record is not None
         attributes = tensor_attributes(owner)
         with hooks_inside(hook.inside) as shown:
-            result = self._compute(hook, module, args, kwargs, before_this)
+            result = self._compute(hook, owner, module, args, kwargs, before_this)
         self.record[nth(hook.name, before_this)] = describe(result)
         self.record[nth(hook.left, before_this)] = left_behind(owner, attributes)
         self.record[nth(hook.shown, before_this)] = shown
@@ -246,10 +248,22 @@ class StageRun:
             return self._phantom_result(hook, owner, args, kwargs, 0)
         self._enter_at_first_block(unit, args, kwargs)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        return self._compute(hook, module, args, kwargs, 0)
+        return self._compute(hook, owner, module, args, kwargs, 0)
 
-    def _compute(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
-        """Call a unit for real, with random numbers of its own."""
+    def _compute(
+        self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int
+    ) -> Any:
+        """Call a unit for real, its parameters whole, with random numbers of its own."""
+        windows = self.cut.windows
+        if windows is None or hook.unit.block is None:
+            return self._compute_whole(hook, module, args, kwargs, before_this)
+        with windows.at_work(hook.unit.block, again=self._replaying) as watch:
+            result = self._compute_whole(hook, module, args, kwargs, before_this)
+            if torch.is_grad_enabled():
+                watch((result, list(tensor_attributes(owner).values())))
+        return result
+
+    def _compute_whole(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
         if not self._recomputes_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
             return self._draw_and_call(hook, module, args, kwargs, before_this)
         before = _versions(args, kwargs)

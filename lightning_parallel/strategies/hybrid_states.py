@@ -68,11 +68,12 @@ class DividedPipeline(DividedCheckpoints):
         )
         self.gather_once_a, self.bucket_mb = gather, bucket_mb
         self.early_sums, self._evaluates = zero_stage == 0, False
+        self._learnt: set[str] = set()  # kinds of steps of which it is known how they use blocks
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        self._states, self._released, self._evaluates = None, False, False
+        self._states, self._released, self._evaluates, self._learnt = None, False, False, set()
         self.windows = None
         super().setup(trainer)
 
@@ -87,7 +88,15 @@ class DividedPipeline(DividedCheckpoints):
             refuse_optimizer(optimizer, name)
         self._refuse_whole(trainer)
         options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), master_weights=False)
-        self._states = StageStates(pipeline.table, self.optimizers, pipeline.data, options, self.blocked)
+        assert self.watch is not None
+        with self.watch.opening():
+            reductions = pipeline.open_sum_group()
+        graphs = pipeline.cut.graphs
+        self._states = StageStates(
+            pipeline.table, self.optimizers, pipeline.data, options, self.blocked,
+            by_block=self.gather_once_a == "microbatch", reductions=reductions,
+            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
+        )  # fmt: skip
         self.windows = self._states.windows if self.gather_once_a == "microbatch" else None
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
@@ -151,8 +160,12 @@ class DividedPipeline(DividedCheckpoints):
             return
         self._evaluates = not training
         states.begin(0 if once else len(self._sizes(batch)))
-        whole = once or self.repeats.may_repeat(kind) or (training and not self._loss_checked)
-        with states.windows.whole() if whole else nullcontext():
+        if not once and kind not in self._learnt:
+            self._learnt.add(kind)
+            with states.windows.learning(states.agree):
+                yield
+            return
+        with states.windows.whole() if once or self.repeats.may_repeat(kind) else nullcontext():
             yield
 
     def _is_first_batch(self, training: bool) -> bool:
@@ -181,9 +194,10 @@ class DividedPipeline(DividedCheckpoints):
             return super().sums_while_running(schedule, may_begin_anew)
         accumulates = self.zero_stage == 1 and module.trainer.accumulate_grad_batches > 1
         first = not self._loss_checked  # one copy might begin it anew, and another not
+        self._states.windows.passed = None
         if first or accumulates or is_overridden("optimizer_zero_grad", module):
             return None, None
-        return None, self._states.early.begin(schedule)
+        return self._states.reduce_early(schedule)
 
     def _join_copies(self) -> None:
         if self._states is None:

@@ -117,7 +117,7 @@ class Bucket:
         part = self._part_of(whole)
         self._reduced = part if self.keeps_gradients else torch.empty_like(part)
         self._sent = None if self.keeps_gradients else whole
-        self._work = reduce_scatter_mean(self._reduced, whole, self.ranks.group, traffic)
+        self._work = reduce_scatter_mean(self._reduced, whole, self.ranks.reductions, traffic)
         return self._present
 
     def wait(self) -> None:

@@ -23,10 +23,11 @@ class GatheredBucket(Bucket):
     """Parameters of one dtype, of which this rank keeps its part. It begins open, and the arguments are a `Bucket`'s.
 
     Attributes:
-        is_open: whether the parameters are whole.
+        is_open: whether the parameters have memory; `arrive` says when they are whole.
     """
 
     is_open = True
+    _gathering: Any = None
 
     def _own_part(self) -> Tensor:
         """The part in memory of its own, and behind it the number that closed parameters read."""
@@ -35,19 +36,26 @@ class GatheredBucket(Bucket):
         self._closed = own[len(part) :]
         return own[: len(part)]
 
-    def open(self, traffic: Traffic) -> Any:
-        """Begin to gather; returns what to wait for, None where nothing is to be done."""
+    def open(self, traffic: Traffic) -> None:
+        """Begin to gather, if that is to be done."""
         if self.is_open:
-            return None
+            return
         self.is_open = True
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
             parameter.data = view
-        return all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
+        self._gathering = all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
+
+    def arrive(self) -> None:
+        """The parameters are whole from now on."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def close(self) -> None:
         """Free the whole parameters; nobody else is asked."""
         if self.is_open:
+            self.arrive()
             self.is_open = False
             self._closed.fill_(float("nan"))
             for parameter in self.parameters:

@@ -114,6 +114,13 @@ class Reducer:
     def send(self, number: int) -> None:
         """Begin to reduce a bucket whose gradients are made; `reduce_made` ends it."""
         self._ahead[number] = self.buckets[number].reduce(self.traffic)
+        self._flight.append(self.buckets[number])
+
+    def settle(self) -> None:
+        """Wait for all but the last few buckets that were sent: what was sent of them is freed."""
+        with self.waiting("the other ranks' gradients"):
+            while len(self._flight) > _IN_FLIGHT:
+                self._flight.popleft().wait()
 
     def reduce_made(self, order: Sequence[int]) -> None:
         """Reduce all gradients, in an order of bucket numbers that begins with those that were sent ahead. Who has

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
+from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.early_reduction import EarlyReduction
 from lightning_parallel.zero.gathered import GatheredBucket
@@ -43,6 +45,9 @@ class StageStates:
         data: the ranks among which states are divided.
         options: how.
         waiting: a context entered while this process is blocked.
+        by_block: whether blocks are gathered apart.
+        reductions: a group of the ranks of `data`, over which gradients are reduced.
+        comes_unseen: see `EarlyReduction`.
     """
 
     def __init__(
@@ -52,21 +57,30 @@ class StageStates:
         data: DataAxis,
         options: Options,
         waiting: Waiting = nobody_waits,
+        by_block: bool = False,
+        reductions: Any = None,
+        comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
-        self.table, self.data = table, data
+        self.table, self.data, self.stage = table, data, options.stage
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
-        self.partition = Partition(
-            table.model, optimizers, Ranks(data.place, data.size, data.group), options, control=data.group,
-            source=data.ranks[0], waiting=waiting, agree=data.agree, group=data.group, apart=self._apart,
+        self._blocks = table.blocks() if by_block else {}
+        ranks = Ranks(data.place, data.size, data.group, reductions=reductions)
+        self.partition = partition = Partition(
+            table.model, optimizers, ranks, options, control=data.group, source=data.ranks[0], waiting=waiting,
+            agree=data.agree, group=data.group, apart=self._apart,
         )  # fmt: skip
-        partition = self.partition
-        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting)
-        self.early = EarlyReduction(partition.reducer, self._entry_of, table.row)
-        self.stage = options.stage
+        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of)
+        self.early = EarlyReduction(
+            partition.reducer, self._entry_of, table.row, lambda: not self.windows.is_walking, comes_unseen
+        )
 
     def _apart(self, parameter: nn.Parameter) -> Any:
+        """Blocks come in the order in which a backward is done with them, and behind them what lies in none."""
         entry = self._entries[parameter]
-        return entry.stages, entry.rows
+        return entry.stages, entry.rows, -self._blocks.get(entry.name, -1)
+
+    def _block_of(self, bucket: Bucket) -> int | None:
+        return self._blocks.get(self._entry_of(bucket).name)
 
     def _entry_of(self, bucket: Bucket) -> Entry:
         return self._entries[bucket.parameters[0]]
@@ -85,6 +99,21 @@ class StageStates:
         if not accumulating or self.stage > 1:
             self.partition.reducer.reduce_made(self.early.order)
 
+    def reduce_early(self, schedule: Schedule) -> tuple[Round, Callable[[int], None]]:
+        """A step begins whose gradients leave as soon as they are final; see `EarlyReduction.begin`."""
+        going, after = self.early.begin(schedule)
+        parameters: dict[int, list[nn.Parameter]] = {}
+        for parameter, entry in self._entries.items():
+            if entry.name in self._blocks:
+                parameters.setdefault(self._blocks[entry.name], []).append(parameter)
+
+        def passed(block: int) -> None:
+            going.come_past(parameters[block])
+            self.partition.reducer.settle()
+
+        self.windows.passed = passed
+        return going, after
+
     def begin(self, batches: int) -> None:
         """Before a step of stage 3, whose gathers all copies have to share: they are there, with as many micro-batches.
 
@@ -100,6 +129,12 @@ class StageStates:
                 f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
                 ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
             )
+
+    def agree(self, said: list[bool]) -> list[bool]:
+        """For each answer, whether any copy gave it; collective."""
+        votes = torch.tensor(said, dtype=torch.int32)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.data.group)
+        return votes.bool().tolist()
 
     def pause(self) -> None:
         """Where an epoch or an evaluation begins or training ends: all copies have to be there."""

@@ -1,29 +1,43 @@
-"""When the parameters of a pipeline's stages are whole: for a step, or for one action of one micro-batch.
+"""When the parameters of a pipeline's stages are whole: for a step, or for one action of one micro-batch, block by block.
 
-The one idea: an action of a stage begins by asking for the stage's parameters and ends by letting go of them. Whoever
-holds all of them for longer (a step that gathers once, an evaluation, a checkpoint) makes the asking free. All copies
-of the model run the same actions in the same order, so that their gathers meet.
+The one idea: an action of a stage begins by asking for the stage's parameters and ends by letting go of them. What lies
+in blocks is whole while its block is at work and no longer: a forward says which block it calls, hooks on the graph of
+what a block returned say which one a backward has come to. Whoever holds all of them for longer (a step that gathers
+once, an evaluation, a checkpoint) makes the asking free. All copies of the model run the same actions in the same
+order, so that their gathers meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
+
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.gathered import GatheredBucket
+from lightning_parallel.zero.strays import Strays
+from lightning_parallel.zero.walk import Waiting, Walk
 
 
 class Windows:
-    """Opens and closes buckets by stage.
+    """Opens and closes buckets by stage, and within a stage by block.
 
     Args:
         buckets: all of them; more may be added to the list.
         stages_of: the stages that use a bucket's parameters.
         traffic: counts what moves.
         waiting: a context entered while this process is blocked.
+        block_of: the number of the block in which all of a bucket's parameters lie, None where there is none; such
+            buckets are whole as long as an action is.
+
+    Attributes:
+        passed: called with a stage's block when its backward is over; None while nobody asks.
     """
 
     def __init__(
@@ -31,35 +45,153 @@ class Windows:
         buckets: Sequence[Bucket],
         stages_of: Callable[[Bucket], Collection[int]],
         traffic: Traffic,
-        waiting: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+        waiting: Waiting = lambda what: nullcontext(),
+        block_of: Callable[[Bucket], int | None] = lambda bucket: None,
     ) -> None:
         self._buckets, self._stages_of, self._traffic, self._waiting = buckets, stages_of, traffic, waiting
+        self._block_of = block_of
         self._holds = 0
-        self._works: list[Any] = []
+        self._walk: Walk | None = None
+        self._strays: Strays | None = None
+        self._kept: set[int] = set()  # blocks that are not at work in their calls alone
+        self.passed: Callable[[int], None] | None = None
 
-    def begin(self, stage: int) -> None:
-        """Begin to gather a stage's parameters."""
-        self._works += [bucket.open(self._traffic) for bucket in self._of(stage)]
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def begin(self, stage: int, forward: bool) -> None:
+        """Begin to gather what an action of a stage needs at first."""
+        if self._strays is not None:
+            self._strays.begin()
+        for bucket in self._of(stage):
+            if self._number(bucket) is None:
+                bucket.open(self._traffic)
+        self._begin_walk(stage, forward)
+
+    @property
+    def is_walking(self) -> bool:
+        """Whether blocks come and go at the moment."""
+        return self._walk is not None
 
     def wait(self) -> None:
-        """The parameters that were asked for are whole from now on."""
-        works, self._works = self._works, []
+        """The parameters that were asked for are whole from now on, but for blocks whose turn is to come."""
         with self._waiting("the other copies' parts of the parameters"):
-            for work in works:
-                if work is not None:
-                    work.wait()
+            for bucket in self._all():
+                if self._number(bucket) is None:
+                    bucket.arrive()
+        if self._walk is not None:
+            self._walk.arrive()
+
+    def turn(self, stage: int) -> None:
+        """A forward within a backward's action is over, and the backward begins."""
+        self._finish_walk()
+        self._begin_walk(stage, forward=False)
 
     def end(self, stage: int) -> None:
         """An action of a stage is over: free its parameters, unless they are held."""
+        self._finish_walk()
         if not self._holds:
             for bucket in self._of(stage):
                 bucket.close()
 
+    def _begin_walk(self, stage: int, forward: bool) -> None:
+        if self._holds:
+            return
+        buckets: dict[int, list[GatheredBucket]] = {}
+        for bucket in self._of(stage):
+            if (number := self._number(bucket)) is not None:
+                buckets.setdefault(number, []).append(bucket)
+        passed = self.passed if not forward and self.passed is not None else lambda block: None
+        self._walk = Walk(sorted(buckets, reverse=not forward), buckets, self._traffic, self._waiting, passed)
+
+    def _finish_walk(self) -> None:
+        walk, self._walk = self._walk, None
+        if walk is not None:
+            walk.finish()
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_work(self, block: int, again: bool) -> Iterator[Callable[[Any], None]]:
+        """Around a block's call; what it gives is to be called with all that the block returned or left behind.
+
+        Args:
+            block: its number.
+            again: whether a backward runs, which computes something again.
+
+        Raises:
+            ValueError: the block's turn is over.
+        """
+        walk, strays, since = self._walk, self._strays, _get_sequence_nr()
+        if strays is not None:
+            strays.enter(block)
+        if walk is not None and again:
+            walk.need(block)
+        elif walk is not None:
+            self._enter(walk, block)
+        try:
+            yield lambda result: self._watch(block, result, since)
+        finally:
+            if strays is not None:
+                strays.leave()
+        if walk is not None and not again:
+            walk.leave(block)
+
+    def _watch(self, block: int, result: Any, since: int) -> None:
+        """Have the backward say when it comes to a block: before any node that the block's call made.
+
+        Autograd runs the nodes that one thread made from the last to the first, so that it is done by then with all
+        blocks that were called later.
+        """
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                for view in (tensor, tensor._base):  # a view's own node goes where somebody writes into it
+                    node = None if view is None else view.grad_fn
+                    if node is not None and node._sequence_nr() >= since:
+                        node.register_prehook(partial(self._come_to, block))
+
+    def _come_to(self, block: int, gradients: Any) -> None:
+        if self._walk is not None:
+            self._enter(self._walk, block)
+
+    def _enter(self, walk: Walk, block: int) -> None:
+        if not walk.enter(block):
+            raise ValueError(
+                f"The step uses the parameters of block {block} again when the blocks behind it have had theirs, which it"
+                ' did not when its kind first ran. zero_stage=3 with gather="microbatch" has freed them: use'
+                ' gather="step".'
+            )
+
+    # -- what blocks do ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def learning(self, agree: Callable[[list[bool]], list[bool]]) -> Iterator[None]:
+        """Around the first step of a kind, for which all is held: which blocks are called in one order, and used there
+        alone? Others are whole as long as their stage's actions are, from then on.
+
+        Args:
+            agree: for each answer, whether any copy says so; collective.
+        """
+        numbers = {p: n for b in self._all() if (n := self._block_of(b)) is not None for p in b.parameters}
+        self._strays = strays = Strays(numbers)
+        try:
+            with self.whole(), strays:
+                yield
+        finally:
+            self._strays = None
+        blocks = sorted(set(numbers.values()))
+        found = agree([block in strays.found for block in blocks])
+        self._kept |= {block for block, stray in zip(blocks, found, strict=True) if stray}
+
+    # -- all of them ---------------------------------------------------------------------------------------------------
+
     def hold(self) -> None:
         """Make all parameters whole, and keep them so until as many calls of `let_go`."""
         self._holds += 1
-        self._works += [bucket.open(self._traffic) for bucket in self._all()]
-        self.wait()
+        for bucket in self._all():
+            bucket.open(self._traffic)
+        with self._waiting("the other copies' parts of the parameters"):
+            for bucket in self._all():
+                bucket.arrive()
 
     def let_go(self) -> None:
         """Who held is done; the last one's going frees all."""
@@ -82,3 +214,8 @@ class Windows:
 
     def _of(self, stage: int) -> list[GatheredBucket]:
         return [bucket for bucket in self._all() if stage in self._stages_of(bucket)]
+
+    def _number(self, bucket: Bucket) -> int | None:
+        """The block with which a bucket comes and goes, None where it stays for an action."""
+        number = self._block_of(bucket)
+        return None if number in self._kept else number
