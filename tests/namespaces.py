@@ -40,12 +40,16 @@ class Host:
         """Pull this host's end of the cable out (``down``), or put it back (``up``)."""
         ip("-n", self.namespace, "link", "set", self.interface, state)
 
+    def processes(self) -> list[int]:
+        """Of this host."""
+        inside = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True)
+        return [int(process) for process in inside.stdout.split()]
+
     def end(self) -> None:
         """End all processes of this host."""
-        inside = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True)
-        for process in inside.stdout.split():
+        for process in self.processes():
             with suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
 
     def enter(self) -> None:
         """Make this process one of the host's; only before it has opened sockets or started threads."""

@@ -1,27 +1,25 @@
 """Servers that begin with ranges that are there already, and answer questions of the process that started them.
 
-The one idea: a server of a training run is the server of ``launcher.py`` with a thread beside it that reads its ranges
-while nothing is pushed: that is how optimizer states come into a checkpoint. It also notes in which order pushes came
-in, so that the age of each is known afterwards. Left out: restarting servers that died.
+The one idea: a server of a training run is the server of ``launcher.py`` with a line to this process, on which it is
+asked (``serving.py``); whether a server is a child or on another host, all that is known of it comes on that line.
+Left out: restarting servers that died, starting those of other hosts.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import pickle
 import secrets
+import select
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.ports import ReservedPort
@@ -29,17 +27,13 @@ from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
 from lightning_parallel.server.history import Range
 from lightning_parallel.server.launcher import Job, Launch, launch
-from lightning_parallel.server.messages import Copy, Entry
-from lightning_parallel.server.node import Server
+from lightning_parallel.server.messages import Copy
 from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.serving import Came, Seen, serve
 from lightning_parallel.server.transport.keys import Keys
-from lightning_parallel.server.transport.memory import keep_freed_memory
 
-_KEPT = 1 << 18  # pushes whose order is remembered
 _ANSWER_S, _LOOK_S = 60.0, 0.02
-Came = tuple[int, int, int, int]  # worker, its push, whether that held anything, whether it was dropped
-Seen = tuple[int, dict[int, int], tuple[int, ...]]  # entries of a range, pushes of each worker, workers that are gone
 _fork = multiprocessing.get_context("fork")
 
 
@@ -60,6 +54,13 @@ class Beginning:
     num_workers: int
 
 
+class Far(NamedTuple):
+    """A process on another host that waits to be told what to serve."""
+
+    host: str
+    line: Connection
+
+
 @dataclass
 class Hosting:
     """The manager and the servers of a run; ends them all when it is left.
@@ -72,6 +73,7 @@ class Hosting:
     started: Launch
     reserved: ReservedPort | None = None
     _lines: dict[str, Connection] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)  # servers whose lines have ended
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _retiring: list[threading.Thread] = field(default_factory=list)
     _successors: list[Client] = field(default_factory=list)  # of workers that died
@@ -81,6 +83,19 @@ class Hosting:
     def job(self) -> Job:
         """What workers join."""
         return self.started.job
+
+    def begin(self, address: str, ranges: Sequence[Range], far: Far | None = None) -> None:
+        """Have a process begin to serve: one of this host, which is forked, or one that waits on another."""
+        if far is not None:
+            far.line.send_bytes(pickle.dumps((replace(self.job, keys=None), address, ranges)))
+            self._lines[address] = far.line
+            return
+        ours, theirs = _fork.Pipe()
+        arguments = (self.job, address, ranges, theirs)
+        process = _fork.Process(target=_serve, args=arguments, name=address, daemon=True)
+        process.start()
+        theirs.close()
+        self.started.processes[address], self._lines[address] = process, ours
 
     def copies(self) -> dict[int, Copy]:
         """All ranges as they are while nobody pushes, by key."""
@@ -110,6 +125,7 @@ class Hosting:
                     raise TimeoutError(f"Server {name} did not answer in {_ANSWER_S} s.")
                 yield pickle.loads(line.recv_bytes())
             except (EOFError, OSError):
+                self._gone.add(name)
                 self._lines.pop(name).close()  # it died, and others have its ranges
 
     def retire(self, worker: str, number: int | None = None, then: Callable[[int], None] | None = None) -> None:
@@ -150,7 +166,10 @@ class Hosting:
     @property
     def lost(self) -> str | None:
         """Why the job cannot go on, None while it can."""
-        dead = [name for name, process in self.started.processes.items() if process.exitcode is not None]
+        self._gone |= {name for name, line in list(self._lines.items()) if _has_ended(line)}
+        dead = sorted(self._gone)
+        if self.started.processes[MANAGER].exitcode is not None:
+            dead = [MANAGER, *dead]
         if MANAGER not in dead and (not dead or self.job.rules.replicas > 1):
             return None
         what = " and ".join(name if name == MANAGER else f"server {name.partition('.')[0]}" for name in dead)
@@ -173,84 +192,43 @@ class Hosting:
         self.started.__exit__()
 
 
-def host(beginning: Beginning, address: str = "", keys: Keys | None = None) -> Hosting:
+def host(
+    beginning: Beginning, address: str = "", keys: Keys | None = None, far: Mapping[int, Far] | None = None
+) -> Hosting:
     """Start a manager, and servers that hold the given ranges.
 
     Args:
         beginning: of the job.
         address: ``""`` if workers are on this host, else that by which others reach it.
         keys: of a job whose workers are on several hosts.
+        far: servers that are on other hosts, by number; the others are started here.
     """
-    rules, count = beginning.rules, beginning.num_servers
+    rules, count, far = beginning.rules, beginning.num_servers, far or {}
     reserved = ReservedPort(address) if address else None
     port = reserved.number if reserved else 0
     started = launch(rules, count, beginning.num_workers, address, port, colocated=True, keys=keys)
     hosting = Hosting(started, reserved)
-    addresses = [f"s{index}.{secrets.token_hex(4)}" for index in range(count)]
-    ring = Ring(addresses)
-    for address in addresses:
+    places = {f"s{index}.{secrets.token_hex(4)}": far.get(index) for index in range(count)}
+    ring = Ring({address: place.host if place else "" for address, place in places.items()})
+    for address, place in places.items():
         mine = [part for part in beginning.ranges if ring.holders(part.key, rules.replicas)[0] == address]
-        ours, theirs = _fork.Pipe()
-        arguments = (hosting.job, address, mine, theirs)
-        process = _fork.Process(target=_serve, args=arguments, name=address, daemon=True)
-        process.start()
-        theirs.close()
-        hosting.started.processes[address] = process
-        hosting._lines[address] = ours
+        hosting.begin(address, mine, place)
     return hosting
+
+
+def _serve(job: Job, address: str, ranges: Sequence[Range], line: Connection) -> None:
+    """What the process of a server of this host runs."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    serve(job, address, ranges, line)
 
 
 def _entries(seen: Seen) -> int:
     return seen[0]
 
 
-class Notes:
-    """What a server remembers of the order in which pushes came into the first range."""
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[int, list[Came]]] = deque(maxlen=_KEPT)
-
-    def take(self, key: int, entry: Entry) -> None:
-        """Note an entry; a server's journal."""
-        if key == 0 and entry.pushes:
-            filled, dropped = int(entry.push is not None), int(entry.dropped > 0)
-            came = [(w, seq, filled or dropped, dropped) for w, (seq, _) in sorted(entry.marks.items())]
-            self._entries.append((entry.lsn, came))
-
-    def since(self, lsn: int) -> dict[int, list[Came]]:
-        """The entries after one."""
-        with_newest_first = itertools.takewhile(lambda entry: entry[0] > lsn, reversed(self._entries))
-        return dict(reversed(list(with_newest_first)))
-
-
-def _serve(job: Job, address: str, ranges: Sequence[Range], line: Connection) -> None:
-    """What a server's process runs."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    notes = Notes()
-    mine = {part.key: part for part in ranges}
-    server = Server(address, job.rules, job.token, ranges=mine, journal=notes.take, board=job.board(address))
-    node = job.node(server)
-    threading.Thread(target=_answer, args=(server, notes, line), name="answers", daemon=True).start()
-    node.send(server.start(node.now()))
-    node.run(until=lambda: server.lost)
-    node.close()
-    server.board.close()
-
-
-def _answer(server: Server, notes: Notes, line: Connection) -> None:
-    """Answer questions until the line is closed."""
-    with suppress(EOFError, OSError):
-        while True:
-            question = pickle.loads(line.recv_bytes())
-            line.send_bytes(pickle.dumps(_answer_to(question, server, notes)))
-
-
-def _answer_to(question: tuple, server: Server, notes: Notes) -> Mapping[int, Any]:
-    if question[0] == "copies":
-        return {key: replica.part.copy() for key, replica in list(server.replicas.items())}
-    if question[0] == "seen":
-        parts = [replica.part for replica in list(server.replicas.values())]
-        return {part.key: (part.lsn, dict(part.seqs), part.left) for part in parts}
-    return notes.since(question[1])
+def _has_ended(line: Connection) -> bool:
+    with suppress(OSError):
+        ends = select.poll()
+        ends.register(line.fileno(), select.POLLRDHUP)
+        return bool(ends.poll(0))
+    return True  # whoever saw it has closed this end, too

@@ -130,7 +130,7 @@ class Manager:
             self._send(source, m.Refused("gone"))
 
     def _admit(self, source: str, hello: m.Hello, now: float) -> None:
-        member = Member(hello.role, hello.name, hello.endpoint, None, hello.holds)
+        member = Member(hello.role, hello.name, hello.endpoint, None, hello.holds, hello.host)
         same = [a for a, other in self.members.items() if (other.role, other.name) == (member.role, member.name)]
         self.members[source], self._ring, self._changed = member, None, True
         self._expires[source] = now + self.rules.lease
@@ -172,7 +172,7 @@ class Manager:
 
     def _goal(self, key: int) -> tuple[str, ...]:
         if self._ring is None:
-            self._ring = Ring(self.alive("server"))
+            self._ring = Ring({address: self.members[address].host for address in self.alive("server")})
         return self._ring.holders(key, self.rules.replicas)
 
     def _next(self, chains: dict[int, tuple[str, ...]] | None = None) -> None:

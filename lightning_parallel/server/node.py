@@ -49,6 +49,7 @@ class Server:
         journal: takes (key, entry) before an entry is applied.
         memory: where the weights of ranges lie that come to it.
         board: where readers of this host may look.
+        host: name of the host that it is on.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Server:
         journal: Callable[[int, m.Entry], None] | None = None,
         memory: Memory = torch.zeros,
         board: NoBoard | None = None,
+        host: str = "",
     ) -> None:
-        self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
+        self.address, self.rules, self.token, self.endpoint, self.host = address, rules, token, endpoint, host
         self.view, self.journal, self.memory, self.board = m.View(), journal, memory, board or NoBoard()
         self.out: list[m.Message] = []
         self.early: deque[m.Message] = deque(maxlen=EARLY)
@@ -183,7 +185,7 @@ class Server:
     def _hello(self) -> m.Hello:
         holds = {key: replica.part.lsn for key, replica in self.replicas.items() if replica.part.seeded}
         workers = max((worker for replica in self.replicas.values() for worker in replica.part.seqs), default=0)
-        return m.Hello("server", self.address, self.token, self.endpoint, holds, workers)
+        return m.Hello("server", self.address, self.token, self.endpoint, holds, workers, self.host)
 
     def _replica(self, part: Range) -> Replica:
         return Replica(self.address, part, self.rules, self._send, self.journal, self.board)

@@ -1,7 +1,8 @@
 """Consistent hashing: which servers hold which range, so that few ranges move when a server comes or goes.
 
 The one idea: every server lies on a circle at many pseudo-random places (virtual nodes), every range at one; a range is
-held by the next so many different servers along the circle. Left out: how a range moves (``moves.py``).
+held by the next so many different servers along the circle, on different hosts as long as there are any. Left out: how
+a range moves (``moves.py``).
 
 Source:
     Karger et al., Consistent Hashing and Random Trees, STOC 1997; Li et al., OSDI 2014, section 4.3 (primary and the
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 
@@ -20,7 +21,7 @@ class Ring:
     """Servers on a circle.
 
     Args:
-        servers: names.
+        servers: names; where there are several hosts, name -> host.
         virtual_nodes: places that each server has; with more, ranges are spread more evenly.
 
     Example:
@@ -29,21 +30,21 @@ class Ring:
         >>> kept = [key for key in range(100) if before.holders(key, 1) != ("d",)]
         >>> all(before.holders(key, 1) == after.holders(key, 1) for key in kept)
         True
+        >>> Ring(["a", "b", "c"]).holders(1, 2), Ring({"a": "one", "b": "one", "c": "two"}).holders(1, 2)
+        (('a', 'b'), ('a', 'c'))
     """
 
-    def __init__(self, servers: Iterable[str], virtual_nodes: int = 64) -> None:
+    def __init__(self, servers: Iterable[str] | Mapping[str, str], virtual_nodes: int = 64) -> None:
         self.servers = sorted(set(servers))
+        self._hosts = dict(servers) if isinstance(servers, Mapping) else dict.fromkeys(self.servers, "")
         self._places = sorted(place for server in self.servers for place in _places(server, virtual_nodes))
 
     def holders(self, key: int, replicas: int) -> tuple[str, ...]:
         """The servers of a range: primary first, then its successors; fewer where there are fewer servers."""
-        found: dict[str, None] = {}
         start = bisect.bisect(self._places, (_place(f"range {key}"), ""))
-        for _, server in self._places[start:] + self._places[:start]:
-            if len(found) == min(replicas, len(self.servers)):
-                break
-            found[server] = None
-        return tuple(found)
+        order = list(dict.fromkeys(server for _, server in self._places[start:] + self._places[:start]))
+        first_of_host = {self._hosts[server]: server for server in reversed(order)}.values()
+        return tuple(sorted(order, key=lambda server: server not in first_of_host)[:replicas])
 
 
 @lru_cache(maxsize=1024)

@@ -32,6 +32,7 @@ class Member:
     endpoint: str = ""
     worker: int | None = None
     holds: dict[int, int] = field(default_factory=dict)  # key -> lsn, what a server brought from a log
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The one idea: no default process group, since with one Lightning waits for rank 0 before every batch. A worker meets the
 others at the hub (`MeetingStrategy`) where an epoch, an evaluation or a checkpoint needs all, and in steps talks to
-servers alone (`ServerWorker`). Left out: servers on other hosts than rank 0's.
+servers alone (`ServerWorker`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.meeting import MeetingStrategy
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.external_hub import ExternalHub
+from lightning_parallel.trainer.far_servers import Placement, start_servers
 from lightning_parallel.trainer.hosts import Hosts, watch
 from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import KEY, left_behind, take_up
@@ -47,6 +48,7 @@ from lightning_parallel.trainer.shared_values import (
     connect_metrics,
     running_statistics,
 )
+from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.versions import Versions
 
 if TYPE_CHECKING:
@@ -67,8 +69,9 @@ class ParameterServerStrategy(MeetingStrategy):
             read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. Or a rule of
             `lightning_parallel.server.consistency`.
         staleness: see `lightning_parallel.server.names.rule_of`.
-        num_servers: server processes, all on rank 0's host.
-        replication: servers that hold a piece of the weights; one less may die at a time.
+        num_servers: server processes; of several hosts, server i is on host i mod ``server_nodes``.
+        replication: servers that hold a piece of the weights, on different hosts as long as there are any; one less may
+            die at a time.
         update: "server"; "worker": each worker runs the optimizer itself, whichever it is, and servers add what it
             changed, divided by the number of workers; or an update of `lightning_parallel.server.updates`, with its own
             learning rate.
@@ -79,6 +82,7 @@ class ParameterServerStrategy(MeetingStrategy):
         lease: seconds of silence after which a worker or server counts as gone (one that died is seen at once).
         island_size: ranks, one behind the other, that step together as under DistributedDataParallel and are one worker
             to the servers; staleness is between islands.
+        server_nodes: hosts that servers are spread over, from rank 0's on; None for all.
         restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start.
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
         **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
@@ -110,6 +114,7 @@ class ParameterServerStrategy(MeetingStrategy):
         lease: float = 10.0,
         island_size: int = 1,
         restarts: int = 0,
+        server_nodes: int | None = None,
         start_method: StartMethod = "fork",
         **kwargs: Any,
     ) -> None:
@@ -122,6 +127,7 @@ class ParameterServerStrategy(MeetingStrategy):
             staleness=(staleness, staleness is None or is_count(staleness, 0), "a count, 0 or more"),
             update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
+            server_nodes=(server_nodes, server_nodes is None or is_count(server_nodes, 1), "a count, 1 or more"),
             restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
             island_size=(island_size, is_count(island_size, 1), "a count, 1 or more"),
             **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
@@ -135,7 +141,7 @@ class ParameterServerStrategy(MeetingStrategy):
                 f"{type(self).__name__}(restarts={restarts}, island_size={island_size}): an island ends when a member"
                 " dies, and none begins in a run. Use restarts=0, or island_size=1."
             )
-        self.restarts, self.island_size = restarts, island_size
+        self.restarts, self.island_size, self.server_nodes = restarts, island_size, server_nodes
         self.island: Island | None = None
         self.worker: ServerWorker | None = None
         self.rows: DealtRows | None = None
@@ -153,6 +159,11 @@ class ParameterServerStrategy(MeetingStrategy):
     def num_islands(self) -> int:
         """Workers that the servers see."""
         return self.world_size // self.island_size
+
+    @property
+    def placement(self) -> Placement:
+        """Which server is on which host."""
+        return Placement(self.wishes.num_servers, min(self.server_nodes or self.num_nodes, self.num_nodes))
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
@@ -199,8 +210,13 @@ class ParameterServerStrategy(MeetingStrategy):
         rank, world, port = self.global_rank, self.world_size, environment.main_port
         if self.num_nodes > 1:
             self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
-        near = self.node_rank == 0
-        return ExternalHub(rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near)
+        near, placement = self.node_rank == 0, self.placement
+        hub = ExternalHub(
+            rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near, num_far=len(placement.far)
+        )
+        if self._hosts is not None and not near and self.local_rank == 0:
+            start_servers(self._hosts, self.node_rank, placement.on(self.node_rank))
+        return hub
 
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
@@ -209,6 +225,7 @@ class ParameterServerStrategy(MeetingStrategy):
             self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
+        self._read_shown = read_when_shown(trainer)
         self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
 
     def model_to_device(self) -> None:
@@ -313,6 +330,7 @@ class ParameterServerStrategy(MeetingStrategy):
         if self._undo is not None:
             self._undo()
             self._undo = None
+        self._read_shown(failed)
         try:
             if self.worker is not None:
                 self.worker.close(failed)

@@ -1,12 +1,11 @@
 """A hub for workers that somebody else started (torchrun, SLURM, the script run once more): rank 0 forks it.
 
 The one idea: the same hub in a process of its own; workers of one host find it by a socket in a folder that only this
-user may enter, those of several hosts by ``hosts.py``. It and the servers are on rank 0's host.
+user may enter, those of several hosts by ``hosts.py``. It is on rank 0's host.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_parallel.failure.party import lost
+from lightning_parallel.server.hosting import Far
+from lightning_parallel.trainer.detached import detach, open_lines
+from lightning_parallel.trainer.far_servers import SERVER
 from lightning_parallel.trainer.hosts import Hosts, accept, keep_alive
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 
+WORKER = "worker"  # says hello to the hub
 _LOOK_S, _PATIENCE_S = 0.2, 8.0
-_open: set[Connection] = set()
 _runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
 
 
@@ -39,6 +41,7 @@ class ExternalHub:
         island_size: workers that end together.
         hosts: where there are several.
         is_near: whether this worker is on rank 0's host.
+        num_far: servers on other hosts that come, too.
 
     Raises:
         TimeoutError: the hub is not there in time.
@@ -53,16 +56,17 @@ class ExternalHub:
         island_size: int = 1,
         hosts: Hosts | None = None,
         is_near: bool = True,
+        num_far: int = 0,
     ) -> None:
         _runs[port] = _runs.get(port, 0) + 1
         path = _folder() / f"{port}-{_runs[port]}"
         if rank == 0:
-            listener = None if hosts is None else hosts.listen(world_size)
-            _start(path, listener, hosts, world_size, timeout, island_size)
-        connection = _connect(path, rank, timeout) if hosts is None else hosts.connect()
-        connection.send_bytes(pickle.dumps((rank, os.getpid() if is_near else None)))
+            listener = None if hosts is None else hosts.listen(world_size + num_far)
+            _start(path, listener, hosts, world_size, num_far, timeout, island_size)
+        connection = _connect(path, rank, timeout) if hosts is None else hosts.connect(hosts.port)
+        connection.send_bytes(pickle.dumps((WORKER, rank, os.getpid() if is_near else None)))
         self.line = Line(connection, rank, reports=True)
-        _open.add(self.line.connection)
+        open_lines.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
 
     def close(self) -> None:
@@ -73,7 +77,7 @@ class ExternalHub:
 def _close(line: Line) -> None:
     with suppress(Exception):
         line.goodbye()
-    _open.discard(line.connection)
+    open_lines.discard(line.connection)
     line.connection.close()
 
 
@@ -86,24 +90,11 @@ def _folder() -> Path:
 
 
 def _start(path: Path, listener: Listener | None, *arguments: Any) -> None:
-    """Fork the hub as a child of nobody, since no rank shall wait for it: it ends when all ranks' lines have."""
+    """Fork the hub; it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_detach, args=(path, listener, *arguments))
-    process.start()
-    process.join()
+    detach(_serve, path, listener, *arguments)
     if listener is not None:
         listener.close()
-
-
-def _detach(path: Path, *arguments: Any) -> None:
-    if os.fork() == 0:
-        for connection in _open:  # of this rank's earlier runs, whose ends would not be seen
-            connection.close()
-        try:
-            _serve(path, *arguments)
-        finally:
-            path.unlink(missing_ok=True)
-            os._exit(0)
 
 
 def _connect(path: Path, rank: int, timeout: float) -> Connection:
@@ -120,26 +111,47 @@ def _connect(path: Path, rank: int, timeout: float) -> Connection:
 
 
 def _serve(
-    path: Path, listener: Listener | None, hosts: Hosts | None, world_size: int, timeout: float, island_size: int
+    path: Path,
+    listener: Listener | None,
+    hosts: Hosts | None,
+    world_size: int,
+    num_far: int,
+    timeout: float,
+    island_size: int,
 ) -> None:
     """What the hub's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
+    try:
+        with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
+            lines, processes, far = _all_come(listening, world_size, num_far, hosts is not None)
+        signal.alarm(0)
+        hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]), hosts=hosts, far=far)
+        try:
+            _run(hub, processes)
+        finally:
+            hub.close()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _all_come(
+    listener: Listener, world_size: int, num_far: int, over_network: bool
+) -> tuple[dict[Connection, int], dict[int, int | None], dict[int, Far]]:
+    """The lines of all workers, their processes, and servers that are on other hosts."""
     lines: dict[Connection, int] = {}
     processes: dict[int, int | None] = {}
-    signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
-    with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
-        while len(lines) < world_size:
-            line = accept(listening)
-            rank, processes[rank] = pickle.loads(line.recv_bytes())
-            lines[line] = rank
-            if hosts is not None:
-                keep_alive(line)
-    signal.alarm(0)
-    hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]), hosts=hosts)
-    try:
-        _run(hub, processes)
-    finally:
-        hub.close()
+    far: dict[int, Far] = {}
+    while len(lines) < world_size or len(far) < num_far:
+        line = accept(listener)
+        kind, number, more = pickle.loads(line.recv_bytes())
+        if kind == SERVER:
+            far[number] = Far(more, line)
+        else:
+            lines[line], processes[number] = number, more
+        if over_network:
+            keep_alive(line)
+    return lines, processes, far
 
 
 def _run(hub: Hub, processes: dict[int, int | None]) -> None:

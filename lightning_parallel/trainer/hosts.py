@@ -1,8 +1,8 @@
 """How workers on other hosts find the hub of a run, and are known to belong to it.
 
 The one idea: the user sets one secret text on all hosts. The hub takes only connections that prove it, and the keys by
-which workers and servers encrypt what they say are made of it, so that they travel nowhere. Left out: servers on other
-hosts than the hub's; encryption of what workers say to the hub.
+which workers and servers encrypt what they say are made of it, so that they travel nowhere. Left out: encryption of
+what workers say to the hub.
 """
 
 from __future__ import annotations
@@ -69,14 +69,19 @@ class Hosts:
         self.store.set("hub", str(listener.address[1]))
         return listener
 
-    def connect(self) -> Connection:
-        """A connection to the hub, once it listens.
+    @property
+    def port(self) -> int:
+        """Where the hub listens, once it does."""
+        return int(self.store.get("hub"))
+
+    def connect(self, port: int) -> Connection:
+        """A connection to the hub.
 
         Raises:
             ValueError: this host has another secret.
         """
         try:
-            connection = Client((self.address, int(self.store.get("hub"))), "AF_INET", authkey=self.secret)
+            connection = Client((self.address, port), "AF_INET", authkey=self.secret)
         except AuthenticationError as error:
             raise ValueError(f"{SECRET} is another one on {self.address}. Set the same on all hosts.") from error
         keep_alive(connection)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
-from lightning_parallel.server.hosting import Hosting, host
+from lightning_parallel.server.hosting import Far, Hosting, host
 from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.trainer.hosts import Hosts
@@ -42,6 +42,7 @@ class Hub:
         island_size: ranks that end together, one behind the other.
         kill: ends the process of a rank.
         hosts: where there are several, how they reach this one.
+        far: servers that wait on other hosts, by number.
 
     Attributes:
         answers: what ranks returned in the end.
@@ -56,9 +57,10 @@ class Hub:
         island_size: int = 1,
         kill: Callable[[int], None] = lambda rank: None,
         hosts: Hosts | None = None,
+        far: Mapping[int, Far] | None = None,
     ) -> None:
         self.lines, self._hint, self._restart = dict(lines), hint, restart
-        self._island_size, self._kill, self._hosts = island_size, kill, hosts
+        self._island_size, self._kill, self._hosts, self._far = island_size, kill, hosts, far
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
@@ -200,7 +202,7 @@ class Hub:
     def _start(self, values: dict[int, Any]) -> dict[int, Any]:
         try:
             begins, hosts = pickle.loads(values[0]), self._hosts
-            self.hosting = host(begins) if hosts is None else host(begins, hosts.address, hosts.keys)
+            self.hosting = host(begins) if hosts is None else host(begins, hosts.address, hosts.keys, self._far)
         except Exception as error:
             self.fail(Failure(0, where="the start of the servers", error=error).to_bytes())
             return {}

@@ -2,9 +2,11 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,14 @@ class Dies(Classifier):
 torch.set_num_threads(1)
 torch.manual_seed(1)
 module = Dies()
-island_size = 2 if "islands" in sys.argv else 1
-strategy = ParameterServerStrategy(num_servers=2, lease=20.0, island_size=island_size)
+options = {"num_servers": 2, "lease": 20.0}
+if "islands" in sys.argv:
+    options |= {"island_size": 2}
+if "together" in sys.argv:
+    options |= {"server_nodes": 1}
+if "replicas" in sys.argv:
+    options |= {"num_servers": 4, "replication": 2, "lease": 6.0}
+strategy = ParameterServerStrategy(**options)
 trainer = make_trainer(strategy, 2, num_nodes=2, max_epochs=2, use_distributed_sampler=False)
 trainer.fit(module, row_loader(RAGGED), row_loader((5, 8)))
 loss = float(trainer.callback_metrics["val_loss"])
@@ -181,27 +189,58 @@ def first_hosts_results(hosts: list[Host], started: list[subprocess.Popen]) -> s
     return said
 
 
-def test_workers_go_on_without_a_host_whose_cable_is_out(hosts, tmp_path, monkeypatch):
-    """It is silent for longer than the hub allows; its workers are left behind, and end."""
-    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
-    script = tmp_path / "train.py"
+@contextmanager
+def all_in_a_step(hosts: list[Host], folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen]]:
+    """Runs whose four workers wait within a step until this is left."""
+    script = folder / "train.py"
     script.write_text(SERVERS)
     names = [f"{what}{rank}" for what in ("reached", "cut") for rank in range(4)]
     for name in names:
-        os.mkfifo(tmp_path / name)
-    started = [start(host, script, number, "cut") for number, host in enumerate(hosts)]
+        os.mkfifo(folder / name)
+    started = [start(host, script, number, "cut", *arguments) for number, host in enumerate(hosts)]
     for name in names[:4]:
-        (tmp_path / name).read_bytes()
-    hosts[1].cable("down")
+        (folder / name).read_bytes()
+    yield started
+    for name in names[4:]:
+        (folder / name).open("w").close()
+
+
+def servers_of(host: Host) -> list[int]:
+    """Processes that are children of none on this host, and lead a session of their own."""
+    pids = {*host.processes(), 0}
+    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids - {0}}
+    return [pid for pid, stat in stats.items() if int(stat[1]) not in pids and int(stat[3]) == pid]
+
+
+@pytest.mark.parametrize("where", ["together", "replicas"])
+def test_workers_go_on_without_a_host_whose_cable_is_out(hosts, tmp_path, monkeypatch, where):
+    """It is silent for longer than the hub allows; its workers are left behind, and end, and so do its servers."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
     try:
-        for name in names[4:]:
-            (tmp_path / name).open("w").close()
+        with all_in_a_step(hosts, tmp_path, where) as started:
+            assert len(servers_of(hosts[1])) == (2 if where == "replicas" else 0)
+            hosts[1].cable("down")
         second = started[1].communicate()[0]
         said = first_hosts_results(hosts, started[:1])
     finally:
         hosts[1].cable("up")
     assert "Worker 2 is gone" in said and "Worker 3 is gone" in said
     assert "lost its line to the launcher of the run" in second  # its workers end, too
+
+
+def test_no_weights_are_lost_with_the_servers_of_a_host(hosts, tmp_path, monkeypatch):
+    """Each piece of them is on both hosts."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    with all_in_a_step(hosts, tmp_path, "replicas") as started:
+        servers = servers_of(hosts[1])
+        assert len(servers) == 2
+        for server in servers:
+            os.kill(server, signal.SIGKILL)
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+    lines = re.findall(r"rank (\d) node (\d), val_loss (\S+)", "".join(outputs))
+    expected = float(fit("auto")[0].callback_metrics["val_loss"])
+    assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], outputs
+    assert all(float(line[2]) == pytest.approx(expected, abs=2e-6) for line in lines)
 
 
 def test_without_a_secret_nobody_is_taken_in(hosts, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ class Hello:
     endpoint: str = ""
     holds: dict[int, int] = field(default_factory=dict)  # key -> lsn, of a server that read its log
     workers: int = 0  # the highest number of a worker in that log
+    host: str = ""  # of a server; replicas lie on different ones where there are several
 
 
 @dataclass(frozen=True, slots=True)
