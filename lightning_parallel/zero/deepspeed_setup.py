@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PERSISTENT = 100_000  # elements: stage 3 keeps smaller parameters whole, unless buckets are small themselves
 
@@ -117,6 +118,13 @@ def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping
     os.environ.update({name: str(value) for name, value in rank.items()})
     backend = "gloo" if device.type == "cpu" else "nccl"
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, dist_init_required=True)
+    _look_up_when_called(deepspeed.comm.comm.cdb)
+
+
+def _look_up_when_called(backend: Any) -> None:
+    """DeepSpeed's backend keeps two functions of torch.distributed from its start on; measurements replace them there."""
+    backend.all_gather_function = lambda *args, **kwargs: dist.all_gather_into_tensor(*args, **kwargs)
+    backend.reduce_scatter_function = lambda *args, **kwargs: dist.reduce_scatter_tensor(*args, **kwargs)
 
 
 def forget_groups() -> None:
