@@ -84,7 +84,7 @@ class CommunicationWatch:
         finally:
             self._depth -= 1
         if not self._depth:
-            key = (self.axis_of(kwargs.get("group")), _NAMES[name], self.phase)
+            key = (self.axis_of(_group_in(args, kwargs)), _NAMES[name], self.phase)
             result, seconds = begun(result)
             self._calls.append(_Call(key, _size(name, args, kwargs), seconds))
         return result
@@ -106,8 +106,11 @@ def add_up(entries: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:
 
 
 def volume(moved: Mapping[Key, Moved], axis: str = "data") -> dict[str, int]:
-    """Bytes of states on an axis by collective: reduce-scatters and all-gathers; the rest is logging and the like."""
-    kinds = ("reduce_scatter", "all_gather")
+    """Bytes of states on an axis by collective: reduce-scatters and all-gathers; the rest is logging and the like.
+
+    DeepSpeed's stages 1 and 2 reduce each rank's part to that rank: a reduce-scatter in several calls.
+    """
+    kinds = ("reduce_scatter", "reduce", "all_gather")
     return {kind: sum(m.nbytes for (a, c, _), m in moved.items() if (a, c) == (axis, kind)) for kind in kinds}
 
 
@@ -117,6 +120,13 @@ def _size(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     if lists:
         return sum(tensor.nbytes for tensor in lists[0] if isinstance(tensor, Tensor))
     return max((tensor.nbytes for tensor in tensors), default=0)
+
+
+def _group_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The process group that a collective was given, by name or by place; None is the default one."""
+    if "group" in kwargs:
+        return kwargs["group"]
+    return next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
 
 
 def _tensor_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -41,7 +41,8 @@ class DeepSpeedOptions:
         """DeepSpeed's own configuration.
 
         The caller owns the step: gradients accumulate until the optimizer's step is called, and nobody divides them.
-        Stages 1 and 2 reduce and scatter rather than all-reduce, so that they move 2P as in the paper.
+        Stages 1 and 2 reduce and scatter rather than all-reduce, so that they move 2P as in the paper. Stage 3 frees
+        parameters behind their forward and gathers them once more, 3P: DeepSpeed itself would keep a billion elements.
 
         Example:
             >>> DeepSpeedOptions(stage=1).configuration(torch.device("cpu"))["zero_optimization"]["stage"]
@@ -57,6 +58,7 @@ class DeepSpeedOptions:
             "use_multi_rank_bucket_allreduce": False,
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for good
             "stage3_prefetch_bucket_size": elements,
+            "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": min(_PERSISTENT, elements // 80),
         }
         if self.offload:
@@ -122,7 +124,7 @@ def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping
 
 
 def _look_up_when_called(backend: Any) -> None:
-    """DeepSpeed's backend keeps two functions of torch.distributed from its start on; measurements replace them there."""
+    """Its backend keeps two functions of torch.distributed as they were at its start; measurements replace them."""
     backend.all_gather_function = lambda *args, **kwargs: dist.all_gather_into_tensor(*args, **kwargs)
     backend.reduce_scatter_function = lambda *args, **kwargs: dist.reduce_scatter_tensor(*args, **kwargs)
 
