@@ -29,7 +29,9 @@ class CommunicationMonitor(Callback):
     * ``parallel/communication_seconds/AXIS/COLLECTIVE/PHASE``: from the call to the end (on a CPU, until somebody has
       waited for it), added up; what overlaps with computation takes no time of its own. Beside it, as
       ``communication_seconds_estimate``, latency, transfer and reduction by the alpha-beta-gamma model;
-    * ``parallel/communication_moved``: bytes of all reduce-scatters and all-gathers along the data axis;
+    * ``parallel/communication_moved``: bytes of all reduce-scatters (DeepSpeed: reduces, each to the rank that owns the
+      part) and all-gathers along the data axis; what groups of a ``shard_size`` average between them is on an axis
+      ``replicas``;
       ``parallel/communication_moved_formula``: 2P, 2P or 3P of stage 1, 2 or 3 (with k micro-batches a step, whose
       gradients stages 2 and 3 reduce every time, (1+k)P and 3kP). Measured exceeds it by padding. On a mesh P is of
       rank 0's stages, stage 3 gathers as often as it was told to, and what is logged is rank 0's.
@@ -56,6 +58,7 @@ class CommunicationMonitor(Callback):
         self._is_due = EveryNSteps(self, every_n_steps)
         self._watch: CommunicationWatch | None = None
         self._formula: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}  # ranks along each axis
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last ``fit``, and measure the link."""
@@ -69,7 +72,7 @@ class CommunicationMonitor(Callback):
         if self._watch is None and self._is_due.is_coming(
             trainer.global_step, log_every_n_steps(trainer), _ahead(trainer)
         ):
-            self._watch, self.backwards = CommunicationWatch(axis_of(trainer)), 0
+            self._watch, self.backwards = CommunicationWatch(_noting_sizes(axis_of(trainer), self._sizes)), 0
             self._watch.__enter__()
         self._phase("forward")
 
@@ -112,7 +115,8 @@ class CommunicationMonitor(Callback):
             values[f"parallel/communication_bytes/{where}"] = float(moved.nbytes)
             values[f"parallel/communication_seconds/{where}"] = moved.seconds
             if self.link is not None and collective in COLLECTIVES:
-                expected = moved.calls * estimate(collective, _ranks(), moved.nbytes / moved.calls, self.link)
+                ranks = self._sizes.get(axis, _ranks())
+                expected = moved.calls * estimate(collective, ranks, moved.nbytes / moved.calls, self.link)
                 values[f"parallel/communication_seconds_estimate/{where}"] = expected
         values["parallel/communication_moved"] = float(sum(volume(self.last).values()))
         if self._formula:
@@ -168,6 +172,17 @@ def _seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _noting_sizes(axis_of: Callable[[Any], str], sizes: dict[str, int]) -> Callable[[Any], str]:
+    """The same names; notes how many ranks there are along each axis."""
+
+    def noted(group: Any) -> str:
+        axis = axis_of(group)
+        sizes[axis] = dist.get_world_size(group)
+        return axis
+
+    return noted
 
 
 def _ahead(trainer: Trainer) -> int:

@@ -88,7 +88,7 @@ def _collective(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
     _depth += 1
     try:
         tensor = next((a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)), None)
-        call = Call(_NAMES[name], kwargs.get("group"), _size(args, kwargs), _now(tensor))
+        call = Call(_NAMES[name], _group_in(args, kwargs), _size(args, kwargs), _now(tensor))
         return _run(call, tensor, partial(function, *args, **kwargs))
     finally:
         _depth -= 1
@@ -152,6 +152,13 @@ def _size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     if lists:
         return sum(tensor.nbytes for tensor in lists[0] if isinstance(tensor, Tensor))
     return max((tensor.nbytes for tensor in tensors), default=0)
+
+
+def _group_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The process group that a collective was given, by name or by place; None is the default one."""
+    if "group" in kwargs:
+        return kwargs["group"]
+    return next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
 
 
 _side_streams: dict[torch.device, Any] = {}

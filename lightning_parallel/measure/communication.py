@@ -71,6 +71,9 @@ def add_up(entries: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:
 
 
 def volume(moved: Mapping[Key, Moved], axis: str = "data") -> dict[str, int]:
-    """Bytes of states on an axis by collective: reduce-scatters and all-gathers; the rest is logging and the like."""
-    kinds = ("reduce_scatter", "all_gather")
+    """Bytes of states on an axis by collective: reduce-scatters and all-gathers; the rest is logging and the like.
+
+    DeepSpeed's stages 1 and 2 reduce each rank's part to that rank: a reduce-scatter in several calls.
+    """
+    kinds = ("reduce_scatter", "reduce", "all_gather")
     return {kind: sum(m.nbytes for (a, c, _), m in moved.items() if (a, c) == (axis, kind)) for kind in kinds}

@@ -20,9 +20,11 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_parallel.failure.patience import Moving, Patience
+from lightning_parallel.mesh import build_mesh
 from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
@@ -75,8 +77,8 @@ class ZeROStrategy(ZeROCheckpoints):
             way "forward", or on "both".
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
-        shard_size: native: divide among so many neighbouring ranks only, such as those of one host, and hold the same
-            parts on every such group, between which gradients are averaged part by part. Default is all ranks.
+        shard_size: native, fsdp2: divide among so many neighbouring ranks only, such as those of one host, and hold the
+            same parts on every such group, between which gradients are averaged part by part. Default is all ranks.
         offload: keep optimizer states (fsdp2: parameters and gradients too; deepspeed in stage 3: parameters too) in
             the host's memory, and update there.
         activation_checkpointing: from forward to backward keep the inputs of blocks alone, and compute the rest again:
@@ -152,8 +154,8 @@ class ZeROStrategy(ZeROCheckpoints):
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
             shard_size=(
                 shard_size,
-                shard_size is None or (is_count(shard_size, 1) and engine == "native"),
-                'a number of ranks, 1 or more, with engine="native"',
+                shard_size is None or (is_count(shard_size, 1) and engine != "deepspeed"),
+                'a number of ranks, 1 or more, with engine="native" or "fsdp2"',
             ),
             **{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()},
         )
@@ -182,6 +184,10 @@ class ZeROStrategy(ZeROCheckpoints):
 
     def _host_groups(self) -> Collection[int]:
         return {id(self._control), *super()._host_groups()}
+
+    def axis_of(self, group: Any) -> str:
+        replicas = getattr(self._engine, "replicas", None)
+        return "replicas" if replicas is not None and group is replicas else super().axis_of(group)
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
@@ -244,17 +250,29 @@ class ZeROStrategy(ZeROCheckpoints):
 
     def _ranks(self) -> Ranks:
         """Who shares what: all ranks, or neighbours, whose counterparts elsewhere own the same."""
-        size, world, rank = self.shard_size or self.world_size, self.world_size, self.global_rank
-        if world % size:
-            raise ValueError(
-                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
-            )
+        size, world, rank = self._size_of_groups(), self.world_size, self.global_rank
         if size == world:
             return Ranks(rank, world)
         neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
         place, replica = rank % size, rank // size
         return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
+
+    def _size_of_groups(self) -> int:
+        """How many ranks divide states among themselves."""
+        size, world = self.shard_size or self.world_size, self.world_size
+        if world % size:
+            raise ValueError(
+                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
+            )
+        return size
+
+    def _mesh_of_shards(self) -> DeviceMesh:
+        """All ranks in one line, or a line for every group that divides the module for itself."""
+        size = self._size_of_groups()
+        if size == self.world_size:
+            return self.mesh["data"]
+        return build_mesh(self.root_device.type, {"replicas": self.world_size // size, "shards": size})
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None
@@ -278,7 +296,7 @@ class ZeROStrategy(ZeROCheckpoints):
             whole_module=module.automatic_optimization,
         )  # fmt: skip
         copies = model_copies(trainer, module)
-        engine = ShardedEngine(module, self.mesh["data"], self.root_device, options, self._control, copies)
+        engine = ShardedEngine(module, self._mesh_of_shards(), self.root_device, options, self._control, copies)
         engine.broadcast_buffers = self.broadcast_buffers
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, module, type(self).__name__)

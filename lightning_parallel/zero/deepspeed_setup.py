@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PERSISTENT = 100_000  # elements: stage 3 keeps smaller parameters whole, unless buckets are small themselves
 
@@ -40,7 +41,8 @@ class DeepSpeedOptions:
         """DeepSpeed's own configuration.
 
         The caller owns the step: gradients accumulate until the optimizer's step is called, and nobody divides them.
-        Stages 1 and 2 reduce and scatter rather than all-reduce, so that they move 2P as in the paper.
+        Stages 1 and 2 reduce and scatter rather than all-reduce, so that they move 2P as in the paper. Stage 3 frees
+        parameters behind their forward and gathers them once more, 3P: DeepSpeed itself would keep a billion elements.
 
         Example:
             >>> DeepSpeedOptions(stage=1).configuration(torch.device("cpu"))["zero_optimization"]["stage"]
@@ -56,6 +58,7 @@ class DeepSpeedOptions:
             "use_multi_rank_bucket_allreduce": False,
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for good
             "stage3_prefetch_bucket_size": elements,
+            "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": min(_PERSISTENT, elements // 80),
         }
         if self.offload:
@@ -117,6 +120,13 @@ def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping
     os.environ.update({name: str(value) for name, value in rank.items()})
     backend = "gloo" if device.type == "cpu" else "nccl"
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, dist_init_required=True)
+    _look_up_when_called(deepspeed.comm.comm.cdb)
+
+
+def _look_up_when_called(backend: Any) -> None:
+    """Its backend keeps two functions of torch.distributed as they were at its start; measurements replace them."""
+    backend.all_gather_function = lambda *args, **kwargs: dist.all_gather_into_tensor(*args, **kwargs)
+    backend.reduce_scatter_function = lambda *args, **kwargs: dist.reduce_scatter_tensor(*args, **kwargs)
 
 
 def forget_groups() -> None:

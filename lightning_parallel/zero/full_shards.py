@@ -72,7 +72,8 @@ class ShardedEngine:
 
     Args:
         module: alike on all ranks or about to be made so; on the host or the device.
-        mesh: the ranks, one axis.
+        mesh: the ranks, one axis; or two, "replicas" and "shards": every line along "shards" divides the module for
+            itself, and gradients are averaged between lines part by part.
         device: where it computes.
         options: how.
         control: a group for host tensors.
@@ -89,6 +90,9 @@ class ShardedEngine:
         copies: Sequence[nn.Module] = (),
     ) -> None:
         self.module, self.mesh, self.device, self.options, self.control = module, mesh, device, options, control
+        names = mesh.mesh_dim_names or ()
+        self.shards = mesh["shards"] if "shards" in names else mesh
+        self._tells = "replicas" not in names or mesh["replicas"].get_local_rank() == 0  # others hold the same
         self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
         self.broadcast_buffers = True
         self._saved: dict[int, tuple[Any, Any]] = {}
@@ -99,7 +103,12 @@ class ShardedEngine:
     @property
     def group(self) -> Any:
         """The ranks among which parameters are divided."""
-        return self.mesh.get_group()
+        return self.shards.get_group()
+
+    @property
+    def replicas(self) -> Any:
+        """The ranks that hold the same shards elsewhere; None if there are none."""
+        return None if self.shards is self.mesh else self.mesh.get_group("replicas")
 
     def _shard(self, module: nn.Module) -> Sharding:
         options, cuda = self.options, self.device.type == "cuda"
@@ -161,7 +170,7 @@ class ShardedEngine:
     def whole(self, state: Mapping[str, Any], gather: Gather) -> dict[str, Any]:
         """A state dict of the module or of a copy of it made whole on the gathering rank; empty elsewhere."""
         mine = {name: {"value": piece_of(v)} for name, v in state.items() if isinstance(v, DTensor)}
-        parts = gather(mine)
+        parts = gather(mine if self._tells else {})
         if parts is None:
             return {}
         joined = join_pieces(parts)
@@ -174,7 +183,9 @@ class ShardedEngine:
         """This rank's pieces of the model's state, in 32 bits where the optimizer updates 32 bits."""
         if self._model is not None:
             return self._model
-        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        if not self._tells:
+            return {}
+        ranks, rank = self.shards.size(), self.shards.get_local_rank()
         return {
             name: {"value": piece_of(value) if isinstance(value, DTensor) else host_copy(value)}
             for turn, (name, value) in enumerate(module.state_dict().items())
@@ -183,7 +194,9 @@ class ShardedEngine:
 
     def optimizer_pieces(self, optimizer: Optimizer) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """This rank's pieces of an optimizer's state, and its groups."""
-        return self._saved.get(id(optimizer)) or (own_pieces(optimizer), numbered_groups(optimizer))
+        if id(optimizer) in self._saved:
+            return self._saved[id(optimizer)]
+        return own_pieces(optimizer) if self._tells else {}, numbered_groups(optimizer)
 
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Take this rank's shards of a checkpoint's weights, or of the 32-bit copies if it has them."""
@@ -217,7 +230,7 @@ class ShardedEngine:
     def _own_masters(self) -> dict[str, Any]:
         named = [(clean_name(name), parameter) for name, parameter in self.module.named_parameters()]
         wider = {name: p for name, p in named if isinstance(p, DTensor) and p.dtype != self.dtypes.get(name)}
-        return {name: {"value": piece_of(p)} for name, p in wider.items()}
+        return {name: {"value": piece_of(p)} for name, p in wider.items()} if self._tells else {}
 
     def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
         """What the paper promises this rank in stage 3, and what shards of whole rows add; collective.
@@ -227,7 +240,7 @@ class ShardedEngine:
         """
         sharded = [p for p in self.module.parameters() if isinstance(p, DTensor)]
         trained = [p for p in sharded if p.requires_grad]
-        size, ranks = trained[0].element_size(), self.mesh.size()
+        size, ranks = trained[0].element_size(), self.shards.size()
         parameters, padded = sum(p.numel() for p in trained), sum(padded_numel(p) for p in trained)
         states = (
             (local_of(p), {k: local_of(v) if isinstance(v, Tensor) else v for k, v in o.state[p].items()})
@@ -245,7 +258,7 @@ class ShardedEngine:
 
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards."""
-        self._saved = {id(o): (own_pieces(o), numbered_groups(o)) for o in optimizers}
+        self._saved = {id(o): self.optimizer_pieces(o) for o in optimizers}
         self._masters = self._own_masters() if self.options.master else {}
         self._model = self.model_pieces(self.module)
 

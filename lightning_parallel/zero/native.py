@@ -43,6 +43,11 @@ class NativeEngine:
         rest = [p.detach() for p in partition.module.parameters() if not partition.holds(p)]
         broadcast_together([*rest, *partition.module.buffers()], None, partition.source)
 
+    @property
+    def replicas(self) -> Any:
+        """The ranks that own the same parts elsewhere; None if there are none."""
+        return self.partition.ranks.replicas
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies import ZeROStrategy
 from lightning_parallel.zero.accounting import bytes_by_kind
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, LogsUnderSgd
@@ -161,6 +162,68 @@ def test_states_are_the_formula_s_to_the_byte(stage: int):
         for rank in range(2):
             held = values[f"parallel/memory_{kind}/rank_{rank}"]
             assert held == values[f"parallel/memory_{kind}_expected/rank_{rank}"], (kind, rank)
+
+
+TIED = 64 * 32  # the embedding that is the head too: DeepSpeed gathers it for each, in a step's first forward and last
+
+
+def moved(values: Any) -> dict[str, float]:
+    """Bytes along the data axis by collective and phase; broadcasts are DeepSpeed's checks that ranks agree."""
+    of = {key.removeprefix("parallel/communication_bytes/data/"): v for key, v in values.items() if "bytes/data" in key}
+    return {where: nbytes for where, nbytes in of.items() if nbytes > 100 and not where.startswith("broadcast")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_moves_what_the_paper_says(ranks: int):
+    jobs = [(measured_run(*MODELS["even"], max_steps=3), deepspeed(stage)) for stage in STAGES]
+    for stage, results in zip(STAGES, on_ranks(jobs, ranks), strict=True):
+        values, _, words, parameters = results[0].extra
+        of_a_vector = 2 * parameters
+        formula = {1: 2, 2: 2, 3: 3}[stage] * of_a_vector
+        assert values["parallel/communication_moved_formula"] == formula
+        assert values["parallel/communication_moved"] == formula + (2 * TIED if stage == 3 else 0)
+        assert f"beside {formula} by the formula" in words
+        seen = moved(values)
+        if stage < 3:
+            reduces = "reduce/step" if stage == 1 else "reduce/backward"
+            assert seen == {reduces: of_a_vector, "all_gather/step": of_a_vector}
+        else:
+            assert set(seen) == {"reduce_scatter/backward", "all_gather/forward", "all_gather/backward"}
+            assert seen["reduce_scatter/backward"] == of_a_vector
+        for where in seen:
+            assert values[f"parallel/communication_seconds/data/{where}"] > 0
+            assert values[f"parallel/communication_seconds_estimate/data/{where}"] > 0
+
+
+@pytest.mark.slow
+def test_deepspeed_left_to_itself_moves_3p(monkeypatch: pytest.MonkeyPatch):
+    """Its default for stages 1 and 2 is an all-reduce, which is what this library switches off."""
+    ours = DeepSpeedOptions.configuration
+
+    def by_default(options: DeepSpeedOptions, device: Any) -> Any:
+        configuration = ours(options, device)
+        del configuration["zero_optimization"]["use_multi_rank_bucket_allreduce"]
+        return configuration
+
+    monkeypatch.setattr(DeepSpeedOptions, "configuration", by_default)
+    jobs = [(measured_run(*MODELS["even"]), deepspeed(stage)) for stage in (1, 2)]
+    for results in on_ranks(jobs, 2):
+        values, _, _, parameters = results[0].extra
+        seen = moved(values)
+        reduced = sum(nbytes for where, nbytes in seen.items() if where.startswith("all_reduce/"))
+        assert seen["all_gather/step"] == 2 * parameters
+        assert 0 <= reduced - 2 * parameters < 100  # a norm and a flag more; an all-reduce counts twice, hence 3P
+
+
+@pytest.mark.slow
+def test_accumulation_moves_nothing_more_in_stage_1():
+    accumulates = measured_run(*MODELS["even"], accumulate_grad_batches=4, max_steps=1, use_distributed_sampler=False)
+    of_1, of_2 = on_ranks([(accumulates, deepspeed(stage)) for stage in (1, 2)], 2)
+    for results, times in ((of_1, 2), (of_2, 5)):
+        values, _, _, parameters = results[0].extra
+        assert values["parallel/communication_moved"] == times * 2 * parameters
+        assert values["parallel/communication_moved_formula"] == times * 2 * parameters
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
