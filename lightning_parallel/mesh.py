@@ -35,12 +35,12 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
             f"The mesh {sizes} has {math.prod(axes.values())} ranks, but {world} processes were started. Make the sizes"
             " multiply to Trainer(devices=..., num_nodes=...)."
         )
-    with _unbound_from_device():
+    with unbound_from_device():
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @contextmanager
-def _unbound_from_device() -> Iterator[None]:
+def unbound_from_device() -> Iterator[None]:
     """Groups opened inside are new ones.
 
     Of a default group that is bound to a device, a mesh of several axes splits off its groups. A group of gloo beside

@@ -19,8 +19,7 @@ from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
 from lightning_parallel.pipeline.blocks import unit_names
-from lightning_parallel.pipeline.boundary import Arrival, Departure
-from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel, Waiting, nobody_waits
+from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.copy_of_model import Copy
 from lightning_parallel.pipeline.cut import Cut, Recompute
@@ -29,6 +28,7 @@ from lightning_parallel.pipeline.early_sums import EarlySums
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
+from lightning_parallel.pipeline.links import Links
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
@@ -37,7 +37,6 @@ from lightning_parallel.pipeline.replica_check import compare, equalize_buffers
 from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients
 from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.timing import Context, unit_costs
 
 
@@ -50,7 +49,8 @@ class Pipeline(Copy):
         placement: for every stage (of every replica) the row that holds it; default row s for stage s.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
-        dynamic_shapes, skip_connections: see `Departure`.
+        dynamic_shapes: see `Departure`.
+        skip_connections: stages may use what any earlier stage's units return.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
         recompute, keep_inputs: see `Cut`.
@@ -107,13 +107,14 @@ class Pipeline(Copy):
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
         self._prepare_gradients(graphs, early_sums)
-        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs)
+        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections)
         self.clock = make_clock(device)
-        seats = self._take_seats(dynamic_shapes, skip_connections)
+        links = Links(self, dynamic_shapes)
+        seats = links.seats(self.cut, skip_connections)
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
-        self.rounds = Rounds(self.cut, seats, self.all_gather, fail)
+        self.rounds = Rounds(self.cut, seats, self.all_gather, fail, links.open_straight if skip_connections else None)
 
     def _take_parameters(self) -> RandomStreams:
         """Keep and initialize this rank's part of the model, equal where several ranks hold it; the copy's streams."""
@@ -295,35 +296,6 @@ class Pipeline(Copy):
                 dist.broadcast(parameter.data, self.ranks[entry.rows[0]], group=self._groups[tuple(sorted(entry.rows))])
         if self.num_replicas > 1:
             equalize_buffers(self.table, self.ranks, self._groups)
-
-    def _take_seats(self, dynamic_shapes: bool, skip_connections: bool) -> dict[tuple[int, int], Seat]:
-        """The stages of this rank; all ranks open the channels of all boundaries in one order."""
-        alone = len(self.placement) == self.num_ranks
-        arrivals: dict[tuple[int, int], Arrival] = {}
-        departures: dict[tuple[int, int], Departure] = {}
-        for copy, ranks in enumerate(self.copies):
-            for (replica, stage), row in sorted(self.placement.items()):
-                if stage == self.num_stages - 1:
-                    continue
-                here, there = ranks[row], ranks[self.placement[replica, stage + 1]]
-                tag = 2 * (replica * self.num_stages + stage)
-                forward, backward = self._open_channel(here, there, tag), self._open_channel(there, here, tag + 1)
-                if (copy, row) == (self.copy, self.row):
-                    ends = (stage, forward, backward, dynamic_shapes, skip_connections, alone)
-                    departures[replica, stage] = Departure(*ends)
-                if (copy, there) == (self.copy, self.rank):
-                    arrivals[replica, stage + 1] = Arrival(stage + 1, forward, backward, dynamic_shapes, alone)
-        mine = [seat for seat, row in sorted(self.placement.items()) if row == self.row]
-        name = (lambda replica: replica) if self.num_replicas > 1 else (lambda replica: None)
-        return {seat: Seat(self.cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0])) for seat in mine}
-
-    def _open_channel(self, source: int, target: int, tag: int) -> AnyChannel:
-        if source == target:
-            return LocalChannel()
-        group = dist.new_group([source, target], backend="nccl") if self.device.type == "cuda" else None
-        channel = Channel(source, target, tag, self.device, None, group, self.waiting)
-        channel.warm_up(self.rank)
-        return channel
 
 
 def rows_by_rank(schedule: Schedule) -> list[int]:

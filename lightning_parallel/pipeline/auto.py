@@ -38,14 +38,12 @@ class Wanted:
         num_microbatches: M.
         blocks: see `lay_out`.
         memory_limit: bytes of activations that a rank may hold; None for no limit.
-        one_stage: consider schedules with one stage a rank only.
     """
 
     num_ranks: int
     num_microbatches: int
     blocks: str | Sequence[str] = "auto"
     memory_limit: float | None = None
-    one_stage: bool = False
 
 
 def choose_together(
@@ -158,7 +156,5 @@ def _fits(name: str, model: nn.Module, wanted: Wanted) -> bool:
     try:
         num_stages = schedules.make(name, wanted.num_ranks, wanted.num_microbatches).num_stages
     except ValueError:
-        return False
-    if wanted.one_stage and num_stages > wanted.num_ranks:
         return False
     return len(block_names(model, num_stages, wanted.blocks)) >= num_stages

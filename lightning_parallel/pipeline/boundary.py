@@ -5,7 +5,8 @@ tensor among the arguments of the next stage's first block) with all of those te
 them it could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients
 come back for those that carry one. `dynamic_shapes=True` agrees anew every time.
 
-Where a step calls a stage more often than it is run (`rounds`), a boundary is given its contract and asks nothing.
+Where a step calls a stage more often than it is run, or stages use what others than their neighbours made (`rounds`), a
+boundary is given its contract and asks nothing. That is so of every boundary between stages that are no neighbours.
 
 Where ranks hold several stages, an answer may depend on what the asking rank does next; there nobody waits for it
 before a forward, and all values travel for the length of the step in which a signature is new.
@@ -15,53 +16,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.calls import ONCE, Going
 from lightning_parallel.pipeline.channel import AnyChannel, AnyReceipt
-from lightning_parallel.pipeline.phantom import Leaf, PhantomError
-from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
-from lightning_parallel.pipeline.values import TensorMeta, describe
-
-
-@dataclass
-class Contract:
-    """What was agreed for one signature.
-
-    Attributes:
-        values: {place: (meta, carries a gradient)} of every tensor that the earlier stage holds and the next one may
-            need: by position among the arguments, or as what a unit returned.
-        units: what the units up to the boundary return.
-        needed: places of those that the later stage lacks, None until it has answered.
-        is_new: all values travel, whatever was answered.
-        going: how far the earlier stage runs.
-        is_void: the later stage cannot run yet, so nothing travels.
-    """
-
-    values: dict[Place, tuple[TensorMeta, bool]]
-    units: UnitOutputs
-    needed: tuple[Place, ...] | None = None
-    is_new: bool = False
-    going: Going = ONCE
-    is_void: bool = False
-
-    def travelling(self) -> tuple[Place, ...]:
-        return tuple(self.values) if self.needed is None or self.is_new else self.needed
-
-    def metas(self, positions: Sequence[Place]) -> list[TensorMeta]:
-        return [self.values[position][0] for position in positions]
-
-    def results(self) -> list[Leaf]:
-        """Which results of units travel."""
-        return [place for place in self.needed or () if isinstance(place, tuple)]
-
-    def with_gradient(self) -> tuple[Place, ...]:
-        assert self.needed is not None
-        return tuple(position for position in self.needed if self.values[position][1])
+from lightning_parallel.pipeline.contract import Contract, Values
+from lightning_parallel.pipeline.inbox import Inbox
+from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.stage import Place, StageRun
+from lightning_parallel.pipeline.values import describe
 
 
 class Departure:
@@ -71,8 +34,8 @@ class Departure:
         stage: the earlier stage.
         forward, backward: the channels.
         dynamic_shapes: agree anew for every micro-batch.
-        skip_connections: send what units returned, too, where stages further on want it.
         alone: every rank holds one stage, so that an answer can be waited for at any time.
+        target: the later stage; default the next one.
     """
 
     def __init__(
@@ -81,13 +44,18 @@ class Departure:
         forward: AnyChannel,
         backward: AnyChannel,
         dynamic_shapes: bool = False,
-        skip_connections: bool = False,
         alone: bool = True,
+        target: int | None = None,
     ) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
-        self.skip_connections, self.alone, self.is_local = skip_connections, alone, forward.is_local
+        self.alone, self.is_local, self.target = alone, forward.is_local, stage + 1 if target is None else target
         self._contracts: dict[Hashable, Contract] = {}
         self._unanswered: deque[Contract] = deque()
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """The stages between which it lies."""
+        return self.stage, self.target
 
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
@@ -95,10 +63,10 @@ class Departure:
     def agreed(self, signature: Hashable) -> Contract | None:
         return self._contracts.get(signature)
 
-    def results(self, signature: Hashable) -> list[Leaf]:
-        """What of units' results a run of that signature has to send."""
+    def needed(self, signature: Hashable) -> Sequence[Place]:
+        """What a run of that signature has to send, as far as it is known."""
         contract = self._contracts.get(signature)
-        return [] if contract is None else contract.results()
+        return () if contract is None or contract.needed is None else contract.needed
 
     def give(self, signature: Hashable, contract: Contract) -> None:
         """What somebody else found out for a signature."""
@@ -117,11 +85,9 @@ class Departure:
         assert run.outputs is not None
         contract = self._contracts.get(signature)
         if contract is None:
-            tensors = {i: leaf for i, leaf in run.outputs.items() if isinstance(leaf, Tensor)}
-            if not self.skip_connections:
-                tensors = {i: leaf for i, leaf in tensors.items() if isinstance(i, int)}
+            tensors = {i: x for i, x in run.outputs.items() if isinstance(x, Tensor) and isinstance(i, int)}
             units = {**run.known, **(run.record or {})}
-            values = {i: (describe(t), t.requires_grad) for i, t in tensors.items()}
+            values: Values = {i: (describe(t), t.requires_grad) for i, t in tensors.items()}
             contract = Contract(values, units, is_new=not self.alone)
             self._send_header(contract)
             self._unanswered.append(contract)
@@ -133,8 +99,6 @@ class Departure:
             self._check(run, contract)
         travelling = contract.travelling()
         self.forward.send([run.outputs[position] for position in travelling], contract.metas(travelling))
-        if self.skip_connections:  # what stages further on need has to be known before the stage before is answered
-            self.await_answer(contract)
         return contract
 
     def await_answer(self, contract: Contract) -> None:
@@ -157,7 +121,7 @@ class Departure:
 
     def _hear_answer(self) -> None:
         asked = self._unanswered.popleft()
-        asked.needed = self.backward.receive_object(f"stage {self.stage + 1} to say what it needs")
+        asked.needed = self.backward.receive_object(f"stage {self.target} to say what it needs")
 
     def post_gradients(self, contract: Contract, what: str) -> AnyReceipt:
         """Start receiving the gradients of the values that carry one."""
@@ -167,7 +131,7 @@ class Departure:
         try:
             self.forward.send_object((contract.values, contract.units, contract.is_void))
         except Exception as error:
-            raise PhantomError(undescribable(self.stage, f"stage {self.stage + 1}", error)) from error
+            raise PhantomError(undescribable(self.stage, f"stage {self.target}", error)) from error
 
     def _check(self, run: StageRun, contract: Contract) -> None:
         assert run.outputs is not None
@@ -185,11 +149,22 @@ class Arrival:
     """The later stage's side of a boundary; see `Departure`."""
 
     def __init__(
-        self, stage: int, forward: AnyChannel, backward: AnyChannel, dynamic_shapes: bool = False, alone: bool = True
+        self,
+        stage: int,
+        forward: AnyChannel,
+        backward: AnyChannel,
+        dynamic_shapes: bool = False,
+        alone: bool = True,
+        source: int | None = None,
     ) -> None:
         self.stage, self.forward, self.backward, self.dynamic_shapes = stage, forward, backward, dynamic_shapes
-        self.alone, self.is_local = alone, forward.is_local
+        self.alone, self.is_local, self.source = alone, forward.is_local, stage - 1 if source is None else source
         self._contracts: dict[Hashable, Contract] = {}
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """The stages between which it lies."""
+        return self.source, self.stage
 
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
@@ -204,12 +179,11 @@ class Arrival:
                 self._contracts[signature] = contract
         return contract, self.forward.post(contract.metas(contract.travelling()), what)
 
-    def answer(self, run: StageRun, contract: Contract, later: Sequence[Leaf] = ()) -> None:
-        """After the first run of a signature, tell the earlier stage which values were needed, here or `later`."""
+    def answer(self, run: StageRun, contract: Contract) -> None:
+        """After the first run of a signature, tell the earlier stage which values were needed."""
         if contract.needed is None:
             assert run.needed is not None
-            results = dict.fromkeys(leaf for leaf in (*run.wanted, *later) if leaf in contract.values)
-            contract.needed = (*run.needed, *(leaf for leaf in results if leaf not in run.by_position))
+            contract.needed = run.needed
             self.backward.send_object(contract.needed)
 
     def give(self, signature: Hashable, contract: Contract) -> None:
@@ -248,48 +222,6 @@ def _grow_old(contracts: Mapping[Hashable, Contract]) -> None:
     """A step has passed: from now on only what is needed travels."""
     for contract in contracts.values():
         contract.is_new = False
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Receive` require a gradient
-
-
-@dataclass
-class Inbox:
-    """Received values as a step may use them, and the gradients it left."""
-
-    values: dict[Place, Tensor]
-    gradients: tuple[Tensor, ...] | None = None
-
-    @classmethod
-    def of(cls, received: Mapping[Place, Tensor], contract: Contract, grad: bool) -> Inbox:
-        """Values that carry a gradient become outputs of one autograd node: a block may even write into them."""
-        inbox = cls(dict(received))
-        positions = [p for p in received if contract.values[p][1]] if grad else []
-        if positions:
-            inbox.values.update(zip(positions, _Receive.apply(_ANCHOR, inbox, positions), strict=True))
-        return inbox
-
-    def take_gradients(self, contract: Contract) -> list[Tensor]:
-        """Gradients of the values that carry one, zeros where the step did not use a value."""
-        positions = contract.with_gradient()
-        if self.gradients is None:
-            return [torch.zeros_like(self.values[position], requires_grad=False) for position in positions]
-        of = dict(zip((p for p in self.values if contract.values[p][1]), self.gradients, strict=True))
-        return [of[position] for position in positions]
-
-
-class _Receive(torch.autograd.Function):
-    """Gives received tensors a place in the graph; its backward keeps their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inbox: Inbox, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        ctx.inbox = inbox
-        return tuple(inbox.values[position] for position in positions)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.inbox.gradients = gradients
-        return None, None, None
 
 
 __all__ = ["Arrival", "Contract", "Departure", "Inbox"]

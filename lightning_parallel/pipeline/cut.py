@@ -30,6 +30,7 @@ class Cut:
             whose run makes the loss and all that the step logs, each block).
         graphs: launch blocks as CUDA graphs, or None.
         keep_inputs: makes a context in which the inputs of blocks that are computed again are saved for that.
+        skips: gradients of any block's arguments may leave the rank, not only of the first one's.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Cut:
         recompute: Recompute = "none",
         graphs: SharedGraphs | None = None,
         keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        skips: bool = False,
     ) -> None:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
@@ -57,7 +59,7 @@ class Cut:
             inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
             hook = Hook(self, unit, number, inside)
             if graphs is not None and unit.block is not None:
-                hook.graphs = BlockGraphs(unit.name, module, graphs, hook.begins_stage)
+                hook.graphs = BlockGraphs(unit.name, module, graphs, skips or hook.begins_stage)
             intercept(module, hook)
 
     @property

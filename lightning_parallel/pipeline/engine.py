@@ -102,13 +102,12 @@ class Engine:
     def _run_action(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended
         seat = self._seat(action)
-        source = seat.source_of(action)
         windows = work.windows if action.kind != "W" else None  # a product of weights needs none of them
 
         def ready() -> None:
             if windows is not None:
                 windows.wait()
-            elsewhere = windows is not None or (source is not None and not source.is_local)
+            elsewhere = windows is not None or seat.waits(action)
             moments.append(self.clock.mark() if elsewhere else moments[-1])
 
         if windows is not None:

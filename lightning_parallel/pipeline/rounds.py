@@ -4,8 +4,11 @@ The one idea: a stage can go on behind a call of a later stage if it knows the s
 micro-batch goes through all stages, again and again; in each round a stage runs the step until it would need what a
 unit of another stage returns for the first time, and after the round all stages tell what their units returned. When
 the last stage comes to the end of the step, the others know how often each calls the next. From then on a stage runs
-all its calls in one forward, and what they hand on travels together; a schedule never knows. Nothing is kept of the
-rounds but descriptions. Left out: a stage that needs what a later one made of its earlier call; it is refused.
+all its calls in one forward, and what they hand on travels together; a schedule never knows.
+
+Where stages use what any earlier one made, rounds find out that too: in them everything goes by every stage, so each
+knows what it needed, and all agree on who sends it. Nothing is kept of the rounds but descriptions. Left out: a stage
+that needs what a later one made of its earlier call; it is refused.
 """
 
 from __future__ import annotations
@@ -18,50 +21,49 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_parallel.pipeline.agreement import Passed, contracts
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox, undescribable
 from lightning_parallel.pipeline.calls import Going
+from lightning_parallel.pipeline.contract import Values
 from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.phantom import Leaf, PhantomError
+from lightning_parallel.pipeline.phantom import PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
-from lightning_parallel.pipeline.values import TensorMeta, describe
+from lightning_parallel.pipeline.values import describe
 from lightning_parallel.pipeline.work import StepWork
 
-Values = dict[Place, tuple[TensorMeta, bool]]
+OpenStraight = Callable[[int, int], None]
 
 
 @dataclass
-class Passed:
-    """What one stage came to in a round.
+class _Handed:
+    """What a stage gets from the one before in a round, beside tensors.
 
     Attributes:
-        record: what its units return, by call.
-        values: what it can hand on, and what of that carries a gradient.
-        going: how far it went.
-        needed, wanted, by_position: what it lacked, see `StageRun`.
-        has_ended: whether the step ran to its end.
-        stopped: why it did not go on, if something may be wrong.
+        values: descriptions of the tensors.
+        known: what units return, by call.
+        made_for: see `StageRun`.
     """
 
-    record: UnitOutputs
     values: Values
-    going: Going
-    needed: tuple[int, ...]
-    wanted: tuple[Leaf, ...]
-    by_position: frozenset[Leaf]
-    has_ended: bool
-    stopped: str
+    known: UnitOutputs
+    made_for: tuple[int, ...] = ()
 
 
 class Rounds:
     """Finds out how often a step calls each stage.
+
+    Attributes:
+        always: every kind of step has to be asked about, however often it calls the model.
 
     Args:
         cut: the model.
         seats: the stages of this rank, by (replica, stage).
         all_gather: gives every rank's object to every rank of the copy.
         fail: see `Engine`.
+        open_straight: opens a boundary between two stages that are no neighbours, of every replica; None: values do not
+            go from other stages than the one before.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Rounds:
         seats: Mapping[tuple[int, int], Seat],
         all_gather: Callable[[Any], list[Any]],
         fail: Callable[[Exception, Action], Exception],
+        open_straight: OpenStraight | None = None,
     ) -> None:
         self.cut, self.seats, self._all_gather, self._fail = cut, seats, all_gather, fail
+        self._open_straight, self.always = open_straight, open_straight is not None
         self._known: set[Hashable] = set()
 
     def new(self, signatures: Sequence[Hashable]) -> list[int]:
@@ -118,12 +122,13 @@ class Rounds:
 
     def _pass(self, seat: Seat, work: StepWork, microbatch: int, known: UnitOutputs) -> Passed:
         """One round of one stage."""
-        skips = any(s.departure is not None and s.departure.skip_connections for s in self.seats.values())
-        inputs = {} if seat.arrival is None else _take(seat.arrival, seat.stage, work.training)
+        skips, handed, inputs = self._open_straight is not None, _Handed({}, known), dict[Place, Tensor]()
+        if seat.arrival is not None:
+            handed, inputs = _take(seat.arrival, work.training)
         key = self.cut.streams.begin(work.batch, microbatch)
         run = StageRun(
-            self.cut, seat.stage, microbatch, key, inputs, known, learn=True, again=True,
-            keep=[] if skips else None, going=Going(finding=True),
+            self.cut, seat.stage, microbatch, key, inputs, handed.known, learn=True, again=True,
+            keep=[] if skips else None, going=Going(finding=True), made_for=handed.made_for,
         )  # fmt: skip
         stopped = ""
         try:
@@ -136,15 +141,16 @@ class Rounds:
             pickle.dumps(run.record)
         except Exception as error:
             raise PhantomError(undescribable(seat.stage, "the other stages", error)) from error
-        handed = {p: leaf for p, leaf in (run.outputs or {}).items() if isinstance(leaf, Tensor)}
-        handed = handed if skips else {p: leaf for p, leaf in handed.items() if isinstance(p, int)}
-        values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in handed.items()}
+        tensors = {p: leaf for p, leaf in (run.outputs or {}).items() if isinstance(leaf, Tensor)}
+        tensors = tensors if skips else {p: leaf for p, leaf in tensors.items() if isinstance(p, int)}
+        values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
         if seat.departure is not None:
-            _hand(seat.departure, values, handed)
+            after = _Handed(values, {**handed.known, **(run.record or {})}, tuple(run.wanted_for))
+            _hand(seat.departure, after, tensors)
         going = Going(run.exits, run.after_exit if skips else 0)
         return Passed(
-            run.record or {}, values, going, run.needed or (), tuple(run.wanted), frozenset(run.by_position),
-            run.has_ended, stopped or run.doubt,
+            run.record or {}, values, going, run.needed or (), tuple(run.wanted), run.wanted_for,
+            frozenset(run.by_position), run.has_ended, stopped or run.doubt,
         )  # fmt: skip
 
     def _refuse(self, passed: Mapping[int, Passed], microbatch: int) -> None:
@@ -159,12 +165,17 @@ class Rounds:
             self._all_gather(None)  # that stage's rank says what is wrong
         raise self._fail(error, Action("F", stage, microbatch)) from error
 
-    def _agree(self, signature: Hashable, agreed: Mapping[int, Contract]) -> None:
+    def _agree(self, signature: Hashable, agreed: Mapping[tuple[int, int], Contract]) -> None:
+        """Tell every boundary what was found out; those between stages that are no neighbours may have to be opened."""
+        for source, target in sorted(agreed):
+            if target > source + 1:
+                assert self._open_straight is not None
+                self._open_straight(source, target)
         for seat in self.seats.values():
-            if seat.departure is not None:
-                seat.departure.give(signature, agreed[seat.stage])
-            if seat.arrival is not None:
-                seat.arrival.give(signature, agreed[seat.stage - 1])
+            for boundary in seat.boundaries():
+                contract = agreed.get(boundary.stages)
+                if contract is not None:
+                    boundary.give(signature, contract)
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
@@ -179,33 +190,16 @@ class Rounds:
             graphs.is_on = is_on
 
 
-def contracts(passed: Mapping[int, Passed], known: UnitOutputs) -> dict[int, Contract]:
-    """What is agreed at every boundary, by the stage before it.
-
-    Args:
-        passed: what each stage came to in the last round.
-        known: what all units return, by call.
-    """
-    agreed: dict[int, Contract] = {}
-    further: list[Leaf] = []  # results that stages behind the boundary want
-    for stage in range(max(passed) - 1, -1, -1):
-        here, behind = passed[stage], passed[stage + 1]
-        results = dict.fromkeys(leaf for leaf in (*behind.wanted, *further) if leaf in here.values)
-        needed: tuple[Place, ...] = (*behind.needed, *(leaf for leaf in results if leaf not in behind.by_position))
-        agreed[stage] = Contract(here.values, known, needed, going=here.going)
-        further = agreed[stage].results()
-    return agreed
-
-
-def _hand(departure: Departure, values: Values, tensors: Mapping[Place, Tensor]) -> None:
+def _hand(departure: Departure, handed: _Handed, tensors: Mapping[Place, Tensor]) -> None:
     """Send, with a description, all that a stage can hand on."""
-    departure.forward.send_object(values)
-    departure.forward.send(list(tensors.values()), [meta for meta, _ in values.values()])
+    departure.forward.send_object(handed)
+    departure.forward.send(list(tensors.values()), [meta for meta, _ in handed.values.values()])
 
 
-def _take(arrival: Arrival, stage: int, grad: bool) -> dict[Place, Tensor]:
+def _take(arrival: Arrival, grad: bool) -> tuple[_Handed, dict[Place, Tensor]]:
     """Receive what the stage before can hand on."""
-    what = f"stage {stage - 1} to go through a step that calls it several times"
-    contract = Contract(arrival.forward.receive_object(what), {})
+    what = f"stage {arrival.source} to go through a step whose calls are not known yet"
+    handed = arrival.forward.receive_object(what)
+    contract = Contract(handed.values, {})
     received = arrival.forward.post(contract.metas(contract.travelling()), what).wait()
-    return Inbox.of(dict(zip(contract.values, received, strict=True)), contract, grad).values
+    return handed, Inbox.of([(contract, received)], grad).values

@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.phantom import (
     Phantom,
     PhantomError,
     Unread,
+    bound,
     phantoms_in,
     version_of,
     with_values,
@@ -68,7 +69,10 @@ class StageRun:
     Args:
         learn: describe in `record` what this stage's units return.
         again: whether this micro-batch ran before (keeping nothing, or to learn from it).
-        keep: which results of units are sent to stages further on.
+        keep: what is sent, to the next stage or further on; None where that is all that the next stage's first block is
+            called with, and nothing else.
+        made_for: positions among the first block's arguments of what the stage before would only compute for this one;
+            with `learn`, they are computed here, if they can be.
         going: when the run is over, and whether it only finds that out.
 
     Attributes:
@@ -77,10 +81,12 @@ class StageRun:
         known: what the units of other stages return.
         needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
         wanted: what else of earlier units was needed, in order.
+        wanted_for: what of earlier units was needed for nothing but an output, by its position (with `learn` and
+            `keep`).
         by_position: units' results that are among the first block's arguments.
         outputs: what may be sent, set where the next stage's first block is called: leaves of its arguments by
             position, and by `Leaf` what units up to there returned (all of it where the run learns).
-        versions: how often outputs by position had been written to then, where they are sent later.
+        versions: how often outputs had been written to when they were set aside, where they are sent later.
         exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
@@ -100,8 +106,9 @@ class StageRun:
         known: UnitOutputs,
         learn: bool,
         again: bool = False,
-        keep: Collection[Leaf] | None = None,
+        keep: Collection[Place] | None = None,
         going: Going = ONCE,
+        made_for: Collection[int] = (),
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.is_last = stage == cut.layout.num_stages - 1
@@ -111,16 +118,25 @@ class StageRun:
         self.outputs: dict[Place, Any] | None = None
         self.versions: dict[Place, int] = {}
         self.wanted: dict[Leaf, None] = {}
+        self.wanted_for: dict[int, tuple[Leaf, ...]] = {}
         self.by_position: set[Leaf] = set()
-        self._keep, self._made = keep, {place: value for place, value in inputs.items() if isinstance(place, tuple)}
+        self._keep, self._made_for, self._made = keep, made_for, dict[Leaf, Tensor]()
+        for place, value in inputs.items():
+            if isinstance(place, tuple):
+                self._put_by(place, value)
         self.called: dict[str, int] = {}
         self.again, self.going = again, going
         self.exits = self.after_exit = 0
         self.has_ended, self.doubt = False, ""
         self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
+        sends_results = any(isinstance(place, tuple) for place in keep or ())
         self.plain = (
-            not learn and not self._recomputes_blocks and not keep and not going.after and cut.windows is None
+            not learn
+            and not self._recomputes_blocks
+            and not sends_results
+            and not going.after
+            and cut.windows is None
         )
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
@@ -191,7 +207,7 @@ class StageRun:
             result = self._compute(hook, owner, module, args, kwargs, before_this)
         else:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
-        if self._keep or (self._keep is not None and self.record is not None):
+        if self._keep is not None:
             self._put_aside(nth(hook.name, before_this), result)
         if self.exits:
             self._count_after_exit()
@@ -226,7 +242,14 @@ class StageRun:
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             if self.record is not None or (unit, number) in (self._keep or ()):
-                self._made[unit, number] = tensor
+                self._put_by((unit, number), tensor)
+
+    def _put_by(self, leaf: Leaf, tensor: Tensor) -> None:
+        """Keep a unit's result as it is now: where the run hands it on, the step has gone on."""
+        is_sent = leaf in (self._keep or ())
+        self._made[leaf] = tensor.clone() if is_sent and not torch.is_grad_enabled() else tensor
+        if is_sent:
+            self.versions[leaf] = version_of(self._made[leaf])
 
     def fetch(self, leaf: Leaf) -> Tensor | None:
         """What a unit of an earlier stage returned, if it came by this stage."""
@@ -325,41 +348,46 @@ class StageRun:
         return with_values(tree)
 
     def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Bind the Phantoms among the first block's arguments to what the previous stage sent."""
+        """Bind the Phantoms among the first block's arguments to what was sent, or to what that gives."""
         is_first = self._replaying or not self._entered
-        needed = self._lacking(args, kwargs)
-        carry_gradients = any(position in self.inputs and self.inputs[position].requires_grad for position in needed)
-        if self._grad and not torch.is_grad_enabled() and carry_gradients:
-            raise PhantomError(calls.without_gradients(unit, self.stage))
-        missing = [str(leaf.origin) for position, leaf in needed.items() if position not in self.inputs]
+        lacking = self._lacking(args, kwargs)
+        sent = {p: x for p, x in lacking.items() if is_first and p in self.inputs and p not in self._made_for}
+        self._bind(sent)
+        unknown = {p: x for p, x in lacking.items() if p not in sent and realize(x, self.fetch) is None}
+        missing = [str(leaf.origin) for position, leaf in unknown.items() if position not in self.inputs]
         if missing and self.going.finding:
             raise StepCut
         if missing and is_first:
             raise PhantomError(calls.not_sent(unit, self.stage, missing))
-        needed = {position: leaf for position, leaf in needed.items() if position in self.inputs}
-        for position, leaf in needed.items():
-            leaf.bind(self.inputs[position])
-            if leaf.leaf is not None:
-                self._made[leaf.leaf] = self.inputs[position]
-                self.by_position.add(leaf.leaf)
-            if isinstance(leaf, ForeignParameter):
-                self._lent.append((leaf, self.inputs[position]))
+        self._bind({position: leaf for position, leaf in unknown.items() if position in self.inputs})
+        needed = {p: x for p, x in lacking.items() if p in self.inputs and (p in sent or p in unknown)}
+        taken = lacking if is_first else needed
+        carry_gradients = any(x.value is not None and x.value.requires_grad for x in taken.values())
+        if self._grad and not torch.is_grad_enabled() and carry_gradients:
+            raise PhantomError(calls.without_gradients(unit, self.stage))
         if not self._replaying:
             self.needed = (*(self.needed or ()), *needed)
+
+    def _bind(self, sent: Mapping[int, Phantom]) -> None:
+        """Let Phantoms stand for what was sent in their places."""
+        for position, phantom in sent.items():
+            phantom.bind(self.inputs[position])
+            if phantom.leaf is not None:
+                self._put_by(phantom.leaf, self.inputs[position])
+                self.by_position.add(phantom.leaf)
+            if isinstance(phantom, ForeignParameter):
+                self._lent.append((phantom, self.inputs[position]))
 
     def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Phantom]:
         """The Phantoms among the first block's arguments, by position; positions go on from call to call."""
         leaves, start = tree_flatten((args, kwargs))[0], 0 if self._replaying else self._entered
-        is_first = not start
-        needed: dict[int, Phantom] = {}
+        lacking: dict[int, Phantom] = {}
         for position, leaf in enumerate(leaves, start):
-            if not isinstance(leaf, Phantom) or leaf.value is not None or any(leaf is x for x in needed.values()):
-                continue
-            if is_first or realize(leaf, self.fetch) is None:
-                needed[position] = leaf
+            if isinstance(leaf, Phantom) and leaf.value is None and not any(leaf is x for x in lacking.values()):
+                lacking[position] = leaf
         if not self._replaying:
             self._entered += len(leaves)
-        return needed
+        return lacking
 
     def _reach(self, unit: Unit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module of a later stage is called: the next stage's first block, or another whose result is known."""
@@ -380,7 +408,7 @@ class StageRun:
 
     def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
-        leaves = tree_flatten(self.realized((args, kwargs)))[0]
+        leaves = [self._outgoing(x, i) for i, x in enumerate(tree_flatten((args, kwargs))[0], self._left)]
         missing = [leaf for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
             remedy = calls.LATER if any(map(self._comes_later, missing)) else calls.THROUGH_BLOCKS
@@ -391,6 +419,23 @@ class StageRun:
         self.exits, self.after_exit = self.exits + 1, 0
         if self._is_over():
             raise StepCut
+
+    def _outgoing(self, leaf: Any, position: int) -> Any:
+        """What is sent of an argument: its value, or nothing where the next stage can compute it."""
+        if not isinstance(leaf, Phantom):
+            return leaf
+        if leaf.value is None and self._keep is not None and self.record is None and position not in self._keep:
+            return None
+        wanted, self.wanted, noted = self.wanted, {}, list[Phantom]()
+        value = realize(leaf, self.fetch, noted)
+        if self.wanted and self._keep is not None and self.record is not None:  # the next stage may compute it itself
+            self.wanted_for[position] = tuple(self.wanted)
+            for phantom in noted:
+                phantom.value = None
+        else:
+            wanted |= self.wanted
+        self.wanted = wanted
+        return bound(leaf) if value is None else value
 
     def _watched(self, leaves: Sequence[Any]) -> list[Any]:
         """Values that are sent when the step has gone on. It may write into them; copies, where nothing saves them."""

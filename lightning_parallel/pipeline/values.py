@@ -56,29 +56,36 @@ def _meta_like(x: TensorMeta) -> Tensor:
     return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
 
 
-def realize(phantom: Phantom, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+def realize(
+    phantom: Phantom, fetch: Callable[[Leaf], Tensor | None], noted: list[Phantom] | None = None
+) -> Tensor | None:
     """The value of a Phantom, computed or fetched if it has none; None if that is not possible.
 
     Args:
         phantom: it is bound to the value.
         fetch: gives what a unit of another stage returned, or None.
+        noted: takes every Phantom that is bound on the way.
     """
     if phantom.value is not None:
         return phantom.value if version_of(phantom.value) == phantom.version else None
     if any(leaf.spoilt for leaf in phantom.leaves or (phantom,)):
         return None
-    value = _compute(phantom.recipe, fetch) if phantom.recipe is not None else None
+    value = _compute(phantom.recipe, fetch, noted) if phantom.recipe is not None else None
     if value is None and phantom.leaf is not None:
         value = fetch(phantom.leaf)
     if value is None or (value.shape, value.dtype) != (phantom.meta.shape, phantom.meta.dtype):
         return None
     phantom.bind(value)
+    if noted is not None:
+        noted.append(phantom)
     return value
 
 
-def _compute(recipe: Recipe, fetch: Callable[[Leaf], Tensor | None]) -> Tensor | None:
+def _compute(
+    recipe: Recipe, fetch: Callable[[Leaf], Tensor | None], noted: list[Phantom] | None = None
+) -> Tensor | None:
     sources = phantoms_in((recipe.args, recipe.kwargs))
-    if not recipe.holds() or any(realize(source, fetch) is None for source in sources):
+    if not recipe.holds() or any(realize(source, fetch, noted) is None for source in sources):
         return None
     args, kwargs = with_values((recipe.args, recipe.kwargs))
     with torch.set_grad_enabled(recipe.grad):

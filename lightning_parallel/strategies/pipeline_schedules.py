@@ -26,7 +26,6 @@ class PipelineSchedules(PipelineCheckpoints):
     num_microbatches: int | None
     blocks: str | Sequence[str]
     memory_limit: float | None
-    skip_connections: bool
     cuda_graphs: bool
     _schedules: dict[tuple[int, bool], Schedule]
 
@@ -96,9 +95,7 @@ class PipelineSchedules(PipelineCheckpoints):
     def _choose_schedule(self) -> None:
         """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
         assert self.lightning_module is not None
-        wanted = Wanted(
-            self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit, self.skip_connections
-        )
+        wanted = Wanted(self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit)
         pair = grid(self.axes(), ("data", "tensor", "pipeline"))[0, 0, :2].tolist()
         with self.blocked("rank 0 to time the model"):
             choice = choose_together(
@@ -119,13 +116,6 @@ class PipelineSchedules(PipelineCheckpoints):
             raise ValueError(
                 f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
                 ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
-            )
-        places = len(schedule.placement)
-        if self.skip_connections and places > schedule.num_ranks:
-            replicas = f" ({schedule.num_replicas} replicas)" if schedule.num_replicas > 1 else ""
-            raise ValueError(
-                f"skip_connections=True works where every rank holds one stage, but schedule {schedule.name!r} places"
-                f" {places} stages{replicas} on {schedule.num_ranks} ranks. Use 1f1b, gpipe or zb_h1."
             )
 
     def _full_schedule(self) -> Schedule:

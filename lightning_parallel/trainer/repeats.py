@@ -3,7 +3,8 @@
 The one idea: nobody knows beforehand how often a step calls a stage, and almost every step does it once. So the first
 step of a kind runs as if it did. The stage that then misses a call of an earlier one makes the step void: all ranks go
 through their actions in vain, what the step did to the model is undone, and it begins anew, knowing that calls have to
-be found out (`pipeline.rounds`). Other steps pay nothing.
+be found out (`pipeline.rounds`). Other steps pay nothing. Where stages use what any earlier one made, the users have to
+be found out too, so no step begins without.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Repeats:
     def __init__(self, module: LightningModule, pipeline: Pipeline, metrics: StepMetrics, possible: bool) -> None:
         self._module, self._pipeline, self._metrics = module, pipeline, metrics
         self._possible = possible and pipeline.num_stages > 1
+        self._always = self._possible and pipeline.rounds.always
         self._seen: set[str] = set()
         self._repeating: set[str] = set()
 
@@ -53,15 +55,16 @@ class Repeats:
 
     def is_first(self, kind: str) -> bool:
         """Whether the first step of a kind runs, which may become void."""
-        return self._possible and kind not in self._seen and kind not in self._repeating
+        return self._possible and not self._always and kind not in self._seen | self._repeating
 
     def may_repeat(self, kind: str) -> bool:
         """Whether a step of that kind may run parts of itself more often than once."""
-        return self.is_first(kind) or kind in self._repeating
+        return self.is_first(kind) or self._always or kind in self._repeating
 
     def learn(self, kind: str, work: StepWork) -> None:
         """Before a step of a kind that repeats: find out about the calls of signatures that are new."""
-        new = self._pipeline.rounds.new(work.signatures) if kind in self._repeating else []
+        asks = self._always or kind in self._repeating
+        new = self._pipeline.rounds.new(work.signatures) if asks else []
         for microbatch in new:
             with untouched(self._module), self._metrics.untouched(), self._pipeline.streams.step():
                 self._pipeline.rounds.learn(work, microbatch)
