@@ -2,7 +2,8 @@
 
 The one idea: everybody calls torch.distributed by name, so for the length of a measured step these names stand for
 functions that count and time. Bytes are of the whole vector, as the papers count, whatever the backend sends for it.
-Left out: collectives that C++ calls by itself, as DistributedDataParallel's are.
+Sends of one rank to another are those of a pipeline. Left out: collectives that C++ calls by itself, as
+DistributedDataParallel's are, and a pipeline's sends on GPUs, which go by no name of torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _IN_OUTPUT = {"all_gather_into_tensor", "all_gather_single"}
 _NAMES = {
     "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "reduce": "reduce",
     "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather", "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter", "isend": "send",
 }  # fmt: skip
 
 
@@ -84,7 +85,8 @@ class CommunicationWatch:
         finally:
             self._depth -= 1
         if not self._depth:
-            key = (self.axis_of(kwargs.get("group")), _NAMES[name], self.phase)
+            axis = "pipeline" if name == "isend" else self.axis_of(kwargs.get("group"))
+            key = (axis, _NAMES[name], self.phase)
             result, seconds = begun(result)
             self._calls.append(_Call(key, _size(name, args, kwargs), seconds))
         return result
