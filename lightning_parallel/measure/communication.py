@@ -1,6 +1,6 @@
 """What moves between ranks while it is watched: bytes and seconds by collective, axis and phase.
 
-Left out: transfers of a pipeline, which `lanes` has; how calls are seen and timed, which is `calls`.
+Sends of one rank to another are those of a pipeline. Left out: how calls are seen and timed, which is `calls`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class CommunicationWatch:
         return add_up((key, Moved(1, call.nbytes, call.seconds())) for key, call in calls)
 
     def _note(self, call: Call) -> None:
-        if call.operation not in ("send", "recv"):
-            self._calls.append(((self.axis_of(call.place), call.operation, self.phase), call))
+        if call.operation != "recv":  # what one rank receives another has sent
+            axis = "pipeline" if call.operation == "send" else self.axis_of(call.place)
+            self._calls.append(((axis, call.operation, self.phase), call))
 
 
 def add_up(entries: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:

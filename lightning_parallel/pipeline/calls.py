@@ -59,6 +59,10 @@ NOT_BETWEEN = (
     "Here it does so between calls of the model, all of which a stage makes before later stages run: read it behind the"
     " last call."
 )
+NOT_INTO = (
+    "Here it does so between calls of the model, all of which a stage makes before later stages run: use an operator that"
+    " is not in place (h = h + block(h), not h += block(h))."
+)
 THROUGH_BLOCKS = "Pass the value through every block between, or set skip_connections=True."
 NEARER = (
     "Pass it through the blocks (as an argument of the block where the stage begins), set skip_connections=True, or"
@@ -143,8 +147,13 @@ def not_held(unit: Unit, stage: int, origins: Iterable[str], remedy: str) -> str
     )
 
 
-def written_to(stage: int, first_block: str) -> str:
+def written_to(stage: int, first_block: str, place: int | tuple[str, int]) -> str:
     """What was handed on is not what it was."""
+    if isinstance(place, tuple):
+        return (
+            f"The step writes into what `{place[0]}` returned, which a later stage uses as it was before: stage {stage}"
+            " sends it when its part of the step is over. Use an operator that is not in place."
+        )
     return (
         f"The step writes into an argument of {first_block} after it called it, and before it calls it again: stage"
         f" {stage} sends all calls' arguments together. Use an operator that is not in place."
@@ -163,7 +172,8 @@ def which_call(unit: Unit) -> str:
     """A recomputation of one of several calls."""
     return (
         f"A recomputation calls `{unit.name}` (stage {unit.stage}), which the step calls more than once: which call it"
-        ' repeats cannot be told. Use PipelineStrategy(recompute="block"), or checkpoint inside it.'
+        " repeats cannot be told without the random numbers that it began with. Leave preserve_rng_state of"
+        ' torch.utils.checkpoint on, use PipelineStrategy(recompute="block"), or checkpoint inside it.'
     )
 
 

@@ -2,38 +2,25 @@
 
 ``check`` looks for, in this order: stages without a row or edges that lead backwards (placement); work that is missing
 or doubled (completeness); an action before what it needs (``dependencies`` holds the rules); values that arrive in
-another order than they are used (FIFO); rows that wait for each other in sends (deadlock).
-
-The deadlock rule assumes *rendezvous* sends: a send ends when its receive is posted, which is what NCCL and large
-messages do, while small messages over sockets are buffered and hide the mistake. A row runs an action, then sends its
-results, and while it waits there it has posted the receives of its next ``receive_ahead`` actions.
+another order than they are used, or rows that wait for each other in sends (``transfers``).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lightning_parallel.pipeline import dependencies
+from lightning_parallel.pipeline.transfers import (
+    check_deadlock,
+    check_fifo,
+    check_stage_order,
+    receive_ahead_needed,
+)
 
 if TYPE_CHECKING:
-    from lightning_parallel.pipeline.schedule import Action, Schedule
+    from lightning_parallel.pipeline.schedule import Schedule
 
-
-class Message(NamedTuple):
-    """A value that leaves a row: made by ``producer``, used by ``consumer`` on another row."""
-
-    producer: Action
-    consumer: Action
-
-
-class Channel(NamedTuple):
-    """Messages of one channel keep their order: activations (forward) and gradients (backward) have one each."""
-
-    source: int
-    target: int
-    direction: str
+__all__ = ["check", "check_completeness", "check_deadlock", "check_fifo", "check_placement", "receive_ahead_needed"]
 
 
 def check(schedule: Schedule, receive_ahead: int = 2) -> None:
@@ -42,6 +29,7 @@ def check(schedule: Schedule, receive_ahead: int = 2) -> None:
     check_completeness(schedule)
     _ = schedule.order  # raises when an action comes before what it needs
     check_fifo(schedule)
+    check_stage_order(schedule)
     check_deadlock(schedule, receive_ahead)
 
 
@@ -135,123 +123,3 @@ def _check_microbatches(schedule: Schedule) -> None:
     for microbatch, pieces in sorted(slices.items()):
         if sorted(pieces) != list(range(len(pieces))):
             raise ValueError(f"Schedule {schedule.name!r} cuts micro-batch {microbatch} into slices {sorted(pieces)}.")
-
-
-def messages_in(schedule: Schedule, action: Action) -> Iterator[tuple[Channel, Message]]:
-    """What ``action`` receives from other rows, in the order of the schedule's edges."""
-    row = schedule.row_of(action)
-    direction = "forward" if action.kind == "F" else "backward"
-    for producer in dependencies.sources(schedule, action):
-        if schedule.row_of(producer) != row:
-            yield Channel(schedule.row_of(producer), row, direction), Message(producer, action)
-
-
-def messages_out(schedule: Schedule) -> dict[Action, list[tuple[Channel, Message]]]:
-    """What each action (looked up by ``action.key``) sends to other rows, in the order in which it sends."""
-    out: dict[Action, list[tuple[Channel, Message]]] = defaultdict(list)
-    for step in schedule.order:
-        for channel, message in messages_in(schedule, step.action):
-            out[message.producer].append((channel, message))
-    for sent in out.values():
-        sent.sort(key=lambda entry: entry[1].consumer.stage)
-    return out
-
-
-def check_fifo(schedule: Schedule) -> None:
-    """On every channel the values are used in the order in which they were made.
-
-    Raises:
-        ValueError: naming the channel and the first two values that pass each other.
-    """
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    used: dict[Channel, list[Message]] = defaultdict(list)
-    out = messages_out(schedule)
-    for line in schedule.actions:
-        for action in line:
-            for channel, message in out.get(action.key, ()):
-                sent[channel].append(message)
-            for channel, message in messages_in(schedule, action):
-                used[channel].append(message)
-    for channel, messages in sent.items():
-        for made, wanted in zip(messages, used[channel], strict=True):
-            if made != wanted:
-                raise ValueError(
-                    f"Schedule {schedule.name!r}: row {channel.source} sends the result of {made.producer} to row "
-                    f"{channel.target} ({channel.direction}), which uses the result of {wanted.producer} first. "
-                    "Values of one channel arrive in the order they were sent: run both rows in one order."
-                )
-
-
-def check_deadlock(schedule: Schedule, receive_ahead: int = 2) -> None:
-    """With rendezvous sends and ``receive_ahead`` posted receives, no row waits for ever.
-
-    Raises:
-        ValueError: naming the rows that wait in a circle and what for.
-    """
-    out = messages_out(schedule)
-    heads = [0] * schedule.num_ranks  # actions run, so that a row's posted receives reach heads + receive_ahead
-    sending: list[list[tuple[Channel, Message]]] = [[] for _ in schedule.actions]
-    progress = True
-    while progress:
-        progress = False
-        for row, line in enumerate(schedule.actions):
-            waiting = [
-                entry for entry in sending[row] if not _posted(schedule, entry[1], heads, sending, receive_ahead)
-            ]
-            progress |= len(waiting) < len(sending[row])
-            sending[row] = waiting
-            if waiting or heads[row] == len(line):
-                continue
-            action = line[heads[row]]
-            if all(at < heads[source] for _, (source, at) in dependencies.located_needs(schedule, action)):
-                sending[row] = list(out.get(action.key, ()))
-                heads[row] += 1
-                progress = True
-    if any(sending) or any(head < len(line) for head, line in zip(heads, schedule.actions, strict=True)):
-        raise ValueError(_deadlock(schedule, heads, sending, receive_ahead))
-
-
-def receive_ahead_needed(schedule: Schedule) -> int:
-    """The fewest receives posted ahead with which the schedule passes ``check_deadlock``.
-
-    1F1B needs 1, GPipe 0. Schedules that split the backward over several stages a rank need more.
-    """
-    low, high = 0, max(map(len, schedule.actions))  # with every receive posted no send waits
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            check_deadlock(schedule, middle)
-            high = middle
-        except ValueError:
-            low = middle + 1
-    return low
-
-
-def _posted(
-    schedule: Schedule,
-    message: Message,
-    heads: list[int],
-    sending: list[list[tuple[Channel, Message]]],
-    receive_ahead: int,
-) -> bool:
-    row, at = schedule.location[message.consumer.key]
-    ahead = (
-        receive_ahead if sending[row] else max(receive_ahead, 1)
-    )  # a row that waits to run has posted its own receives
-    return at < heads[row] + ahead
-
-
-def _deadlock(
-    schedule: Schedule, heads: list[int], sending: list[list[tuple[Channel, Message]]], receive_ahead: int
-) -> str:
-    waits = []
-    for row, line in enumerate(schedule.actions):
-        if sending[row]:
-            channel, message = sending[row][0]
-            waits.append(f"row {row} sends the result of {message.producer} to row {channel.target}")
-        elif heads[row] < len(line):
-            waits.append(f"row {row} waits to run {line[heads[row]]}")
-    return (
-        f"Schedule {schedule.name!r} stops under rendezvous sends with receive_ahead={receive_ahead}: "
-        f"{'; '.join(waits)}. Post more receives ahead, or reorder the rows."
-    )

@@ -7,7 +7,7 @@ there, and each stage that sent something gets its gradients from one place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Inbox:
 
     values: dict[Place, Tensor]
     carrying: tuple[Place, ...] = ()
-    gradients: tuple[Tensor, ...] | None = None
+    gradients: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, received: Sequence[tuple[Contract, Sequence[Tensor]]], grad: bool) -> Inbox:
@@ -36,27 +36,32 @@ class Inbox:
             inbox.values.update(zip(places, tensors, strict=True))
             inbox.carrying += tuple(place for place in places if grad and contract.values[place][1])
         if inbox.carrying:
-            inbox.values.update(zip(inbox.carrying, _Receive.apply(_ANCHOR, inbox, inbox.carrying), strict=True))
+            carrying = [inbox.values[place] for place in inbox.carrying]
+            inbox.values.update(zip(inbox.carrying, _Receive.apply(_ANCHOR, inbox.gradients, carrying), strict=True))
         return inbox
 
     def take_gradients(self, contract: Contract) -> list[Tensor]:
         """Gradients of the values that carry one, zeros where the step did not use a value."""
         positions = contract.with_gradient()
-        if self.gradients is None:
+        if not self.gradients:
             return [torch.zeros_like(self.values[position], requires_grad=False) for position in positions]
         of = dict(zip(self.carrying, self.gradients, strict=True))
         return [of[position] for position in positions]
 
 
 class _Receive(torch.autograd.Function):
-    """Gives received tensors a place in the graph; its backward keeps their gradients."""
+    """Gives received tensors a place in the graph; its backward keeps their gradients.
+
+    It holds a list for them and not the inbox, whose values hold the node: nobody would find that circle, which leads
+    through C++.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inbox: Inbox, positions: Sequence[Place]) -> tuple[Tensor, ...]:
-        ctx.inbox = inbox
-        return tuple(inbox.values[position] for position in positions)
+    def forward(ctx: Any, anchor: Tensor, left: list[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.left = left
+        return tuple(received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.inbox.gradients = gradients
+        ctx.left[:] = gradients
         return None, None, None

@@ -51,6 +51,7 @@ class _Intercepted:
             return run.call(hook, self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
         # Almost every call: a block of this stage with plain arguments. Written out, since it runs for every block.
         run.called[hook.name] = 1
+        run.began[hook.name, hook.cut.streams.stream] = 0
         start, key = hook.cut.streams.start, run.key
         start(key ^ hook.own_stream)
         try:

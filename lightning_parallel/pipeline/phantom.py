@@ -51,6 +51,10 @@ class Unread(PhantomError):
     """It asked for data where only shapes are known."""
 
 
+class Overwritten(Unread):
+    """It wrote what is not known here into a tensor that is."""
+
+
 @dataclass
 class Recipe:
     """How a Phantom was computed.
@@ -337,7 +341,9 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any, source: Phantom) -> Phanto
         target = args[i] if i < len(args) else kwargs.get(argument.name)
         for real in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(real, Tensor) and not isinstance(real, Phantom):
-                raise Unread(_unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}"))
+                raise Overwritten(
+                    _unread(source, f"`{func}` writes it into a real tensor of shape {tuple(real.shape)}")
+                )
         if isinstance(target, Phantom):
             return target
     return None

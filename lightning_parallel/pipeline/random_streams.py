@@ -77,6 +77,11 @@ class RandomStreams:
         self.start(key)
         return key
 
+    @property
+    def stream(self) -> int:
+        """What the host's generator was set to last, here or by who put a state back that was taken before."""
+        return self._host.initial_seed()
+
     def start(self, stream: int) -> None:
         """Set torch's generators to `key ^ own(module)` or `key ^ behind(module)`, with the key of `begin`."""
         for seed in self._seeders:

@@ -40,6 +40,7 @@ from lightning_parallel.pipeline.partition import Unit
 from lightning_parallel.pipeline.phantom import (
     ForeignParameter,
     Leaf,
+    Overwritten,
     Phantom,
     PhantomError,
     Unread,
@@ -90,6 +91,7 @@ class StageRun:
         exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
+        began: which call of a unit began with which random stream; a recomputation begins with the same.
         is_last: whether the step runs to its end.
         has_ended: whether it did.
         doubt: what is wrong with the order of calls, should it turn out to be.
@@ -125,10 +127,12 @@ class StageRun:
             if isinstance(place, tuple):
                 self._put_by(place, value)
         self.called: dict[str, int] = {}
+        self.began: dict[tuple[str, int], int] = {}
         self.again, self.going = again, going
         self.exits = self.after_exit = 0
         self.has_ended, self.doubt = False, ""
-        self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
+        self._entered = [0]  # leaves of the first block's arguments before its first call, its second one, ...
+        self._left = 0  # leaves of the next stage's first block's arguments so far
         self._recomputes_blocks = cut.recomputes_blocks(stage)
         sends_results = any(isinstance(place, tuple) for place in keep or ())
         self.plain = (
@@ -157,7 +161,8 @@ class StageRun:
         except Unread as error:
             if self.is_last or not self.exits:
                 raise
-            raise Unread(f"{error} {calls.NOT_BETWEEN}") from error
+            words = calls.NOT_INTO if isinstance(error, Overwritten) else calls.NOT_BETWEEN
+            raise Unread(f"{error} {words}") from error
         self.has_ended = True
         if not self.is_last and not self.going.finding:
             first_block = self.cut.first_block(self.stage + 1)
@@ -199,9 +204,10 @@ class StageRun:
         if unit.stage > self.stage:
             self._reach(unit, nth(hook.name, before_this), args, kwargs)
         self.called[unit.name] = before_this + 1
+        self.began[unit.name, self.cut.streams.stream] = before_this
         if unit.stage != self.stage:
             return self._phantom_result(hook, owner, args, kwargs, before_this)
-        self._enter_at_first_block(unit, args, kwargs)
+        self._enter_at_first_block(unit, args, kwargs, before_this)
         args, kwargs = self._real_arguments(unit, args, kwargs)
         if self.record is None:
             result = self._compute(hook, owner, module, args, kwargs, before_this)
@@ -265,13 +271,17 @@ class StageRun:
         unit = hook.unit
         if unit.stage > self.stage:
             raise PhantomError(calls.runs_on(unit, self.stage))
+        before_this = 0
         if self.called.get(unit.name, 0) > 1:
-            raise PhantomError(calls.which_call(unit))
+            try:
+                before_this = self.began[unit.name, self.cut.streams.stream]
+            except KeyError:
+                raise PhantomError(calls.which_call(unit)) from None
         if unit.stage < self.stage:
-            return self._phantom_result(hook, owner, args, kwargs, 0)
-        self._enter_at_first_block(unit, args, kwargs)
+            return self._phantom_result(hook, owner, args, kwargs, before_this)
+        self._enter_at_first_block(unit, args, kwargs, before_this)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        return self._compute(hook, owner, module, args, kwargs, 0)
+        return self._compute(hook, owner, module, args, kwargs, before_this)
 
     def _compute(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int
@@ -327,9 +337,9 @@ class StageRun:
             call_hooks_inside(hook.inside, self.known.get(nth(hook.shown, before_this)), self.cut.device, hook.unit)
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
 
-    def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any, before_this: int) -> None:
         if unit.block == self._first_block and self.stage:
-            self._enter(unit, args, kwargs)
+            self._enter(unit, args, kwargs, before_this)
 
     def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
@@ -347,10 +357,10 @@ class StageRun:
                 realize(phantom, self.fetch)
         return with_values(tree)
 
-    def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], before_this: int) -> None:
         """Bind the Phantoms among the first block's arguments to what was sent, or to what that gives."""
-        is_first = self._replaying or not self._entered
-        lacking = self._lacking(args, kwargs)
+        is_first = not before_this
+        lacking = self._lacking(args, kwargs, before_this)
         sent = {p: x for p, x in lacking.items() if is_first and p in self.inputs and p not in self._made_for}
         self._bind(sent)
         unknown = {p: x for p, x in lacking.items() if p not in sent and realize(x, self.fetch) is None}
@@ -378,15 +388,15 @@ class StageRun:
             if isinstance(phantom, ForeignParameter):
                 self._lent.append((phantom, self.inputs[position]))
 
-    def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Phantom]:
+    def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any], before_this: int) -> dict[int, Phantom]:
         """The Phantoms among the first block's arguments, by position; positions go on from call to call."""
-        leaves, start = tree_flatten((args, kwargs))[0], 0 if self._replaying else self._entered
+        leaves, start = tree_flatten((args, kwargs))[0], self._entered[before_this]
         lacking: dict[int, Phantom] = {}
         for position, leaf in enumerate(leaves, start):
             if isinstance(leaf, Phantom) and leaf.value is None and not any(leaf is x for x in lacking.values()):
                 lacking[position] = leaf
         if not self._replaying:
-            self._entered += len(leaves)
+            self._entered.append(start + len(leaves))
         return lacking
 
     def _reach(self, unit: Unit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -448,7 +458,8 @@ class StageRun:
         for place in places:
             version = self.versions.get(place)
             if version is not None and self.outputs is not None and version_of(self.outputs[place]) != version:
-                raise PhantomError(calls.written_to(self.stage, self.cut.first_block(self.stage + 1)))
+                first_block = self.cut.first_block(self.stage + 1)
+                raise PhantomError(calls.written_to(self.stage, first_block, place))
 
     def _note_outputs(self, leaves: Sequence[Any]) -> None:
         """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""

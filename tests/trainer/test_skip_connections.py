@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_parallel.pipeline.boundary import Departure
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
 from tests.trainer.pipelines import (
     Case,
@@ -121,20 +122,23 @@ def test_without_the_option_it_is_refused_and_the_option_named(make_module: Any)
     assert "skip_connections=True" in failure_of(Case(make_module, row_loader, {"blocks": BLOCKS}), 4)
 
 
-def sent(trainer: Any, module: Any) -> list[Any]:
-    """Where the values belong that this stage sends in each micro-batch of a training step."""
+def sent(trainer: Any, module: Any) -> dict[int, list[Any]]:
+    """What this stage sends in each micro-batch of a training step, and to which."""
     [seat] = trainer.strategy.pipeline.engine.seats.values()
-    departure = seat.departure
-    return [] if departure is None else list(next(iter(departure._contracts.values())).needed)
+    contracts = {b.target: next(iter(b._contracts.values())) for b in seat.boundaries() if isinstance(b, Departure)}
+    return {target: list(contract.needed) for target, contract in sorted(contracts.items())}
 
 
-def test_only_what_is_needed_travels():
+def test_only_what_is_needed_travels_straight_to_where_it_is_used():
     options = {**SKIP, "blocks": BLOCKS, "partition": [2, 2, 2, 2]}
     case = Case(UNet, row_loader, options, validate=False, at_end=sent)
     places = [record.extra for record in on_stages(case, 4)[::-1]]
     # Stages: down 0, 1 | down 2, 3 | up 0, 1 | up 2, 3. The next block's argument goes by position: stage 1 gets what
     # down.1 returned so; up.0's argument is a concatenation of what down.3 returned, which is made before it is sent.
-    assert places == [[0, ("down.0", 0)], [0, ("down.2", 0), ("down.1", 0), ("down.0", 0)], [0, ("down.0", 0)], []]
+    # That of up.2 is made where it is used, of what up.1 and down.1 returned; stage 1 uses down.1 before.
+    assert places == [
+        {1: [0], 3: [("down.0", 0)]}, {2: [0, ("down.2", 0)], 3: [("down.1", 0)]}, {3: [("up.1", 0)]}, {},
+    ]  # fmt: skip
 
 
 class WritesInto(UNet):

@@ -326,7 +326,6 @@ REFUSED = [
     (with_step(returns_what_does_not_pickle), {}, "A value that another rank needs cannot be sent to it: "),
     (ResetsInTheStep, {}, "The step resets metric `acc`, which with a schedule of two directions would forget some"),
     (lambda: Collects(), {}, "training_step fills `self.losses`, which with a schedule of two directions holds one"),
-    (Classifier, {"skip_connections": True}, "'gems' places 4 stages (2 replicas) on 2 ranks. Use 1f1b"),
     (
         lambda: Classifier(nn.Sequential(*(Broken() for _ in range(4)))),
         {"check_loss": False},

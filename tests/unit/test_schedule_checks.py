@@ -33,6 +33,14 @@ WRONG = {
     "a micro-batch skipped": ("0F0 0F2 0B0 0B2", r"num_microbatches=3, so micro-batches 0 to 2, but runs \[0, 2\]"),
     "a micro-batch on two replicas": ("0F0 0B0 / 0F0r1 0B0r1", r"runs micro-batch 0 on replicas \[0, 1\]"),
     "a slice skipped": ("0F0s0 0F0s2 0B0s2 0B0s0", r"cuts micro-batch 0 into slices \[0, 2\]"),
+    "two orders on one row, forwards": (
+        "0F0 0F1 1F1 1F0 1B1 1B0 0B1 0B0",
+        r"stage 1 \(row 0\) runs the forward of micro-batch 1 where stage 0 runs that of micro-batch 0\. Values",
+    ),
+    "two orders on one row, backwards": (
+        "0F0 0F1 1F0 1F1 1B1 1B0 0B0 0B1",
+        r"stage 1 \(row 0\) runs the backward of micro-batch 1 where stage 0 runs that of micro-batch 0\. Values",
+    ),
     "a stage skipped": ("0F0 0B0 / 2F0 2B0", r"places no row for \(replica, stage\) \(0, 1\) of 3 stages"),
 }
 
