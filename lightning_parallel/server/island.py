@@ -117,6 +117,9 @@ class Follower:
         """Nothing: the first member does."""
         self.seq, self.clock = self.seq + 1, self.clock + 1
 
+    def await_replicas(self) -> None:
+        """Nothing."""
+
     def settle(self) -> None:
         """Nothing."""
 

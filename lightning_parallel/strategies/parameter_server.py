@@ -272,6 +272,7 @@ class ParameterServerStrategy(MeetingStrategy):
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()
+        worker.session.await_replicas()
         self.worker = worker
         if self._hosts is not None:
             client = worker.session.client
