@@ -221,8 +221,7 @@ class ParameterServerStrategy(MeetingStrategy):
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
         assert self._line is not None
-        if self.island_size == 1:
-            self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)
@@ -379,6 +378,7 @@ class ParameterServerStrategy(MeetingStrategy):
 
         def run() -> Any:
             value = closure()
+            worker.announce()
             island.average([parameter for group in worker.parameters for parameter in group])
             return value
 

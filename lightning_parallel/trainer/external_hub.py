@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Far
+from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.detached import detach, open_lines
 from lightning_parallel.trainer.far_servers import SERVER
-from lightning_parallel.trainer.hosts import Hosts, accept, keep_alive
+from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 
@@ -63,6 +67,7 @@ class ExternalHub:
         if rank == 0:
             listener = None if hosts is None else hosts.listen(world_size + num_far)
             _start(path, listener, hosts, world_size, num_far, timeout, island_size)
+        connection: AnyConnection
         connection = _connect(path, rank, timeout) if hosts is None else hosts.connect(hosts.port)
         connection.send_bytes(pickle.dumps((WORKER, rank, os.getpid() if is_near else None)))
         self.line = Line(connection, rank, reports=True)
@@ -89,7 +94,7 @@ def _folder() -> Path:
     return folder
 
 
-def _start(path: Path, listener: Listener | None, *arguments: Any) -> None:
+def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
     """Fork the hub; it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
     detach(_serve, path, listener, *arguments)
@@ -112,7 +117,7 @@ def _connect(path: Path, rank: int, timeout: float) -> Connection:
 
 def _serve(
     path: Path,
-    listener: Listener | None,
+    listener: socket.socket | None,
     hosts: Hosts | None,
     world_size: int,
     num_far: int,
@@ -123,8 +128,9 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
     try:
-        with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
-            lines, processes, far = _all_come(listening, world_size, num_far, hosts is not None)
+        with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as door:
+            come = door.accept if isinstance(door, Listener) else partial(cast(Hosts, hosts).accept, door)
+            lines, processes, far = _all_come(come, world_size, num_far)
         signal.alarm(0)
         hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]), hosts=hosts, far=far)
         try:
@@ -136,21 +142,19 @@ def _serve(
 
 
 def _all_come(
-    listener: Listener, world_size: int, num_far: int, over_network: bool
-) -> tuple[dict[Connection, int], dict[int, int | None], dict[int, Far]]:
+    come: Callable[[], AnyConnection], world_size: int, num_far: int
+) -> tuple[dict[AnyConnection, int], dict[int, int | None], dict[int, Far]]:
     """The lines of all workers, their processes, and servers that are on other hosts."""
-    lines: dict[Connection, int] = {}
+    lines: dict[AnyConnection, int] = {}
     processes: dict[int, int | None] = {}
     far: dict[int, Far] = {}
     while len(lines) < world_size or len(far) < num_far:
-        line = accept(listener)
+        line = come()
         kind, number, more = pickle.loads(line.recv_bytes())
         if kind == SERVER:
             far[number] = Far(more, line)
         else:
             lines[line], processes[number] = number, more
-        if over_network:
-            keep_alive(line)
     return lines, processes, far
 
 

@@ -36,6 +36,8 @@ class Numbered(Dataset):
 class Marks(Classifier):
     """Notes in a file which rows it has pushed; one worker is killed, once."""
 
+    killed = KILLED
+
     def __init__(self, folder):
         super().__init__()
         self.folder = folder
@@ -45,7 +47,7 @@ class Marks(Classifier):
 
     def training_step(self, batch, batch_idx):
         first = self.folder / "killed"
-        if self.global_rank == KILLED and batch_idx == AT and not first.exists():
+        if self.global_rank == self.killed and batch_idx == AT and not first.exists():
             first.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         self.batch = batch
@@ -72,12 +74,12 @@ def share(epoch, place, workers=WORKERS):
     return list(BatchSampler(sampler, BATCH, False))
 
 
-def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, **options):
+def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, devices=WORKERS, **options):
     torch.manual_seed(1)
     module = make(folder)
     strategy = ParameterServerStrategy(consistency, lease=40.0, **options)
     limits = {"num_sanity_val_steps": 0} if meets else {"limit_val_batches": 0}
-    trainer = make_trainer(strategy, WORKERS, max_epochs=epochs, **limits)
+    trainer = make_trainer(strategy, devices, max_epochs=epochs, **limits)
     loader = DataLoader(Numbered(), BATCH, shuffle=True, num_workers=workers)
     trainer.fit(module, loader, row_loader((5,)))
     return module, trainer
@@ -142,6 +144,26 @@ def test_every_row_is_trained_on_and_those_acknowledged_once(consistency, meets,
     assert counts.keys() == set(range(ROWS)) and min(counts.values()) >= 3
     if meets:
         assert epochs[2] == {place: share(2, place) for place in range(WORKERS)}
+
+
+class KillsTheFourth(Marks):
+    killed = 3
+
+
+@pytest.mark.parametrize("meets", [True, slow(False)])
+def test_rows_of_an_island_that_died_are_dealt_to_those_of_another(meets, tmp_path, caplog):
+    """Each of its two members leaves two batches, and each of the other's gets one of them."""
+    module, _ = run(tmp_path, "bsp", 2, meets, make=KillsTheFourth, devices=4, island_size=2)
+    own = [share(0, place, 4) for place in range(4)]
+    together, alone = side_by_side(*(batches[:AT] for batches in own)), side_by_side(own[0][AT:], own[1][AT:])
+    left = [batches[AT:] for batches in own[2:]]
+    second = side_by_side(*(share(1, place, 2) for place in range(2)))
+    clocks = [*together, *alone, *left, *second]
+    if meets:
+        assert_equal(module, reference(clocks), **WEIGHTS)
+    counts = Counter(tuple(batch) for epoch in range(2) for of in trained(tmp_path, epoch).values() for batch in of)
+    assert counts == Counter(tuple(batch) for clock in clocks for batch in clock)
+    assert "the rows that are its share are dealt to them" in caplog.text
 
 
 class StopsAlone(Marks):
