@@ -40,7 +40,7 @@ class Hub:
     Args:
         lines: the connection to each rank.
         hint: says of a rank whose connection has ended how its process did.
-        restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
+        restart: gives the connection to a new process for a rank that died, once there is one; else None.
         island_size: ranks that end together, one behind the other.
         kill: ends the process of a rank.
         hosts: where there are several, how they reach this one.
@@ -66,6 +66,7 @@ class Hub:
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
+        self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self._same: dict[int, deque[list[Part]]] = defaultdict(deque)  # what an island's members are answered, too
         self.meeting = Meeting(set(lines.values()))
@@ -86,6 +87,7 @@ class Hub:
                 self._react(line, rank, *message)
         while not self._settled.empty():
             self._settle(*self._settled.get())
+        self._fill()
         if self.failure is None and self.hosting is not None and self.lines and (why := self.hosting.lost):
             self.fail(Failure(None, headline=why).to_bytes())
 
@@ -170,17 +172,24 @@ class Hub:
         return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
 
     def _settle(self, rank: int, acknowledged: int) -> None:
-        """A worker that died has left the servers: deal what it leaves, and start another in its place."""
+        """A worker that died has left the servers: deal what it leaves; another may take its place."""
         self._unsettled -= 1
         for member in self._island(rank):
             self.deals.lost(member, acknowledged, self.meeting.present)
-        line = self._restart(rank) if self.failure is None and self.deals.members else None
-        if line is not None:
-            self.lines[line] = rank
-            self.meeting.coming.add(rank)
+        self._vacant.add(rank)
+        self._fill()
         if self._held is not None:
             values, self._held = self._held, None
             self._answer(values, ROWS)
+
+    def _fill(self) -> None:
+        """Have new workers come for ranks that are gone, to be let in at the next epoch's start."""
+        for rank in sorted(self._vacant) if self.failure is None and self.deals.members else ():
+            line = self._restart(rank)
+            if line is not None:
+                self._vacant.discard(rank)
+                self.lines[line] = rank
+                self.meeting.coming.add(rank)
 
     @property
     def _lease(self) -> str:

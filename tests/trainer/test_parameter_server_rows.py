@@ -1,5 +1,6 @@
 """A killed worker's rows are finished by others, and a new worker joins: beside one process that follows the rule."""
 
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -10,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.errors import StageError
+from lightning_parallel.ports import ReservedPort
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import Classifier, row_loader, rows
 from tests.trainer.pipelines import WEIGHTS, make_trainer
@@ -127,6 +129,54 @@ def test_a_new_worker_takes_the_place_of_a_killed_one(tmp_path):
     module, _ = run(tmp_path, "bsp", restarts=1)
     second = side_by_side(*(share(1, place) for place in range(WORKERS)))
     assert_equal(module, reference([*first_epoch(), *second]), **WEIGHTS)
+    assert trained(tmp_path, 1) == {place: share(1, place) for place in range(WORKERS)}
+
+
+class Awaits(Marks):
+    """Rank 0 goes on to the second epoch once the new worker is there."""
+
+    there = multiprocessing.get_context("fork").Event()
+
+    def setup(self, stage):
+        if self.trainer.strategy._line.is_new:
+            self.there.set()
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        if self.global_rank == 0:
+            assert self.there.wait(50)
+
+
+def as_rank(rank, port, folder, restarts):
+    """What a process does that somebody else has started, as torchrun does."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "one",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    module, _ = run(folder, "bsp", restarts=restarts, make=Awaits)
+    if rank == 0:
+        torch.save(module.state_dict(), folder / "weights.pt")
+
+
+def test_a_new_worker_is_taken_in_where_others_start_it(tmp_path):
+    """The second of three is killed; a process that is started with its rank joins at the second epoch's start."""
+    reserved, context = ReservedPort("127.0.0.1"), multiprocessing.get_context("fork")
+    started = [
+        context.Process(target=as_rank, args=(rank, reserved.number, tmp_path, 1)) for rank in (*range(WORKERS), KILLED)
+    ]
+    for process in started[:WORKERS]:
+        process.start()
+    started[KILLED].join()
+    assert started[KILLED].exitcode == -signal.SIGKILL
+    started[-1].start()
+    for process in started:
+        process.join()
+    reserved.close()
+    assert [process.exitcode for process in started] == [0, -signal.SIGKILL, 0, 0]
+    second = side_by_side(*(share(1, place) for place in range(WORKERS)))
+    weights = reference([*first_epoch(), *second]).state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, **WEIGHTS)
     assert trained(tmp_path, 1) == {place: share(1, place) for place in range(WORKERS)}
 
 
