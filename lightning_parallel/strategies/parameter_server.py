@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -385,8 +386,9 @@ class ParameterServerStrategy(MeetingStrategy):
         def run() -> Any:
             value = closure()
             worker.announce()
-            island.average([parameter for group in worker.parameters for parameter in group])
-            return value
+            parameters = [parameter for group in worker.parameters for parameter in group]
+            loss = island.average(parameters, value if isinstance(value, Tensor) else torch.zeros(()))
+            return loss if isinstance(value, Tensor) else value
 
         return run
 
