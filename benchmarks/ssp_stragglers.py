@@ -1,14 +1,17 @@
 """What staleness buys and costs with stragglers: SSP, async, Downpour and DDP beside BSP and beside a virtual clock.
 
-    python benchmarks/ssp_stragglers.py [--kind transient|permanent|extreme] [--steps 150] [--unit-ms 50] [--seeds 5]
+    python benchmarks/ssp_stragglers.py --out rows.jsonl      # every kind, three seeds; goes on where it was stopped
+    python benchmarks/ssp_stragglers.py --table rows.jsonl    # prints what is there
+    python benchmarks/ssp_stragglers.py --kinds transient --seeds 1 --steps 20 --unit-ms 10 --only ssp_3
 
 Four workers train a perceptron on digits. A step lasts one unit, and is drawn longer: *transient*: 5 % of steps take 10
 units more; *permanent*: worker 0 takes 4 units for every step; *extreme*: 10 % of steps take 40 units more. A step
-sleeps for what its computation leaves of its time, so that a busy machine changes the ratios little. Speed is steps of
-all workers by time; beside it stands what the recursion start[p][c] = max(end[p][c-1], all ends of clock c-s-1) makes
-of the same draws. Loss is of the validation rows after the run; time to a loss is when the mean of the last 40 steps'
-losses, of all workers, is below it. With several seeds (of draws, weights and order of rows) each number is a mean,
-with its standard deviation.
+sleeps, before its backward, for what its computation leaves of its time, so that a busy machine changes the ratios
+little. Speed is steps of all workers by time; beside it stands what the recursion start[p][c] = max(end[p][c-1], all
+ends of clock c-s-1) makes of the same draws. Loss is of the validation rows after the run, beside it how many standard
+deviations of BSP's over seeds it is from BSP's mean; time to a loss is when the mean of the last 40 steps' losses, of
+all workers, is below it. A number is a mean over seeds (of draws, weights and order of rows), with its standard
+deviation.
 """
 
 from __future__ import annotations
@@ -16,25 +19,30 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.straggler_rows import Row, Rows, tables
 from lightning_parallel import ParameterServerStrategy
 from lightning_parallel.demo.digits import DigitsClassifier, DigitsDataModule
 
 WORKERS = 4
 WINDOW = 40
+SETTINGS = {"transient": (150, 100.0), "permanent": (100, 100.0), "extreme": (100, 50.0)}  # steps, unit in ms
 Draw = Tensor  # shape (workers, steps), units
 
 
@@ -68,17 +76,15 @@ class Straggler(DigitsClassifier):
         self.units, self.unit = units, unit
         self.seen: list[tuple[float, float]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.last = float(loss.detach())
-        return loss
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.began = time.monotonic()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = float(loss.detach())
         left = float(self.units[self.global_rank, self.trainer.global_step]) * self.unit
         time.sleep(max(0.0, self.began + left - time.monotonic()))
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append((time.monotonic(), self.last))
@@ -104,33 +110,39 @@ class Collect(Callback):
             torch.save(runs, self.path)
 
 
-@dataclass
-class Outcome:
-    """Of one run."""
-
-    seconds: float
-    to_loss: float | None
-    loss: float
-
-
-def fit(strategy: Any, units: Draw, unit: float, wanted: float, seed: int) -> Outcome:
+def fit(part: Row) -> Row:
     """Train once."""
-    seed_everything(seed, verbose=False)
-    module, data = Straggler(units, unit), DigitsDataModule(batch_size=16)
+    seed_everything(part.seed, verbose=False)
+    units = durations(part.kind, part.steps, part.seed)
+    make, staleness = strategies()[part.name]
+    module, data = Straggler(units, part.unit_ms / 1e3), DigitsDataModule(batch_size=16)
     path = Path(tempfile.mkdtemp()) / "runs.pt"
     trainer = Trainer(
-        strategy=strategy, devices=WORKERS, accelerator="cpu", max_steps=units.shape[1],
+        strategy=make(), devices=WORKERS, accelerator="cpu", max_steps=part.steps,
         callbacks=[Collect(path)],
         limit_val_batches=0, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     runs = torch.load(path)
-    steps = runs.reshape(-1, 2)[runs[..., 0].reshape(-1).argsort()]
-    means = steps[:, 1].unfold(0, WINDOW, 1).mean(1)
-    below = (means < wanted).nonzero()
-    reached = float(steps[int(below[0]) + WINDOW - 1, 0]) if len(below) else None
-    return Outcome(float(runs[..., 0].max()), reached, validation_loss(module, data))
+    return replace(
+        part,
+        seconds=float(runs[..., 0].max()),
+        promised=oracle(units, 0) / oracle(units, staleness),
+        to_loss=time_to(part.wanted, runs.reshape(-1, 2)),
+        loss=validation_loss(module, data),
+        load=round(os.getloadavg()[0], 1),
+        date=datetime.now().isoformat(" ", "minutes"),
+    )
+
+
+def time_to(wanted: float, steps: Tensor) -> float | None:
+    """When the mean of the last losses of all workers' steps, shape (steps, 2), was below a number first."""
+    steps = steps[steps[:, 0].argsort()]
+    if len(steps) < WINDOW:
+        return None
+    below = (steps[:, 1].unfold(0, WINDOW, 1).mean(1) < wanted).nonzero()
+    return float(steps[int(below[0]) + WINDOW - 1, 0]) if len(below) else None
 
 
 @torch.no_grad()
@@ -146,82 +158,62 @@ def strategies() -> dict[str, tuple[Any, int | None]]:
     return {
         "bsp": (lambda: server("bsp"), 0),
         "ddp": (lambda: DDPStrategy(start_method="fork", process_group_backend="gloo"), 0),
-        "ssp 1": (lambda: server("ssp", 1), 1),
-        "ssp 3": (lambda: server("ssp", 3), 3),
-        "ssp 10": (lambda: server("ssp", 10), 10),
+        "ssp_1": (lambda: server("ssp", 1), 1),
+        "ssp_3": (lambda: server("ssp", 3), 3),
+        "ssp_10": (lambda: server("ssp", 10), 10),
         "async": (lambda: server("async"), None),
-        "downpour 2/2": (lambda: server("downpour", n_push=2, n_fetch=2), None),
+        "downpour_2_2": (lambda: server("downpour", n_push=2, n_fetch=2), None),
     }
 
 
-def rounds(arguments: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, Row]]:
-    """Every run with every seed: its name, and its numbers beside those of that seed's BSP."""
+def parts(arguments: argparse.Namespace) -> Iterator[Row]:
+    """All runs that are asked for, seed by seed, so that what is there of a stopped benchmark can be compared."""
+    names = [name for name in strategies() if not arguments.only or name in (*arguments.only, "bsp")]
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        units = durations(arguments.kind, arguments.steps, seed)
-        found: dict[str, Outcome] = {}
-        for name in [*names, "bsp"]:  # BSP twice, since all else is compared with it
-            again = fit(strategies()[name][0](), units, arguments.unit_ms / 1e3, arguments.loss, seed)
-            print(f"seed {seed}, {name}: {again.seconds:.1f} s, load {os.getloadavg()[0]:.1f}", flush=True)
-            found[name] = min(again, found.get(name, again), key=lambda outcome: outcome.seconds)
-        for name, outcome in found.items():
-            speed = found["bsp"].seconds / outcome.seconds
-            promised = oracle(units, 0) / oracle(units, strategies()[name][1])
-            step = outcome.seconds / arguments.steps
-            yield name, Row(step, speed, promised, speed / promised - 1, outcome.to_loss, outcome.loss)
+        for kind in arguments.kinds:
+            steps, unit_ms = arguments.steps or SETTINGS[kind][0], arguments.unit_ms or SETTINGS[kind][1]
+            for name in names:
+                yield Row(kind, steps, unit_ms, arguments.loss, name, seed)
 
 
-class Row(NamedTuple):
-    """Of one run with one seed."""
-
-    step: float  # seconds
-    speed: float  # times BSP's
-    promised: float  # by the virtual clock
-    off: float
-    to_loss: float | None  # seconds
-    loss: float
-
-
-def spread(values: Sequence[float | None], form: str) -> str:
-    """Mean and sample standard deviation; how many there are where some are missing.
-
-    Example:
-        >>> spread([1.0, 3.0], ".1f"), spread([2.0, None], ".1f"), spread([None], ".1f")
-        ('2.0 ± 1.4', '2.0 (1 of 2)', '-')
-    """
-    there = [value for value in values if value is not None]
-    if not there:
-        return "-"
-    text = format(mean(there), form)
-    if len(there) > 1:
-        text += f" ± {format(stdev(there), form).lstrip('+')}"
-    return text if len(there) == len(values) else f"{text} ({len(there)} of {len(values)})"
+def run(arguments: argparse.Namespace, rows: Rows) -> int:
+    """Make the runs that are not in the file; how many failed."""
+    failed, there = 0, {row.part for row in rows.read()}
+    for part in parts(arguments):
+        if part.part in there:
+            continue
+        try:
+            row = fit(part)
+        except Exception:
+            traceback.print_exc()
+            failed += 1
+            continue
+        rows.append(row)
+        print(f"{part.kind}, seed {part.seed}, {part.name}: {row.seconds:.1f} s, load {row.load}", flush=True)
+    return failed
 
 
-def main() -> None:
-    """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("transient", "permanent", "extreme"), default="transient")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--unit-ms", type=float, default=50.0)
+def main() -> int:
+    """Run, and print a table for every kind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file of rows, to go on from and to add to")
+    parser.add_argument("--table", type=Path, help="print the tables of a file, and run nothing")
+    parser.add_argument("--kinds", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--steps", type=int, help="of each worker; else that of the kind")
+    parser.add_argument("--unit-ms", type=float, help="else that of the kind")
     parser.add_argument("--loss", type=float, default=0.35, help="time to which loss")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
-    parser.add_argument("--only", nargs="*", help="names of runs")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, one after the other")
+    parser.add_argument("--only", nargs="*", choices=list(strategies()), help="names of runs; bsp is one always")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    print(f"{arguments.kind}, {WORKERS} workers, {arguments.steps} steps, unit {arguments.unit_ms} ms, seeds", end=" ")
-    print(f"{arguments.seed} to {arguments.seed + arguments.seeds - 1}, load {os.getloadavg()[0]:.1f}")
-    names = [name for name in strategies() if not arguments.only or name in (*arguments.only, "bsp")]
-    rows: dict[str, list[Row]] = {}
-    for name, row in rounds(arguments, names):
-        rows.setdefault(name, []).append(row)
-    print("| run | s/step | x BSP | virtual clock | off by | s to loss | final loss |\n|---|---|---|---|---|---|---|")
-    for name, of in rows.items():
-        columns = zip(zip(*of, strict=True), (".4f", ".2f", ".2f", "+.1%", ".1f", ".3f"), strict=True)
-        print(f"| {name} | {' | '.join(spread(values, form) for values, form in columns)} |")
+    rows = Rows(arguments.table or arguments.out or Path(tempfile.mkdtemp()) / "rows.jsonl")
+    failed = 0 if arguments.table else run(arguments, rows)
+    print("\n\n".join(tables(rows.read())))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
@@ -32,6 +31,7 @@ from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.serving import Came, Seen, serve
 from lightning_parallel.server.transport.keys import Keys
+from lightning_parallel.server.transport.sealed import AnyConnection
 
 _ANSWER_S, _LOOK_S = 60.0, 0.02
 _fork = multiprocessing.get_context("fork")
@@ -58,7 +58,7 @@ class Far(NamedTuple):
     """A process on another host that waits to be told what to serve."""
 
     host: str
-    line: Connection
+    line: AnyConnection
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Hosting:
 
     started: Launch
     reserved: ReservedPort | None = None
-    _lines: dict[str, Connection] = field(default_factory=dict)
+    _lines: dict[str, AnyConnection] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)  # servers whose lines have ended
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _retiring: list[threading.Thread] = field(default_factory=list)
@@ -216,7 +216,7 @@ def host(
     return hosting
 
 
-def _serve(job: Job, address: str, ranges: Sequence[Range], line: Connection) -> None:
+def _serve(job: Job, address: str, ranges: Sequence[Range], line: AnyConnection) -> None:
     """What the process of a server of this host runs."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     serve(job, address, ranges, line)
@@ -226,7 +226,7 @@ def _entries(seen: Seen) -> int:
     return seen[0]
 
 
-def _has_ended(line: Connection) -> bool:
+def _has_ended(line: AnyConnection) -> bool:
     with suppress(OSError):
         ends = select.poll()
         ends.register(line.fileno(), select.POLLRDHUP)

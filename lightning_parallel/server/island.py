@@ -57,20 +57,30 @@ class Island:
         return self.place == 0
 
     @torch.no_grad()
-    def average(self, parameters: Sequence[Tensor]) -> None:
-        """Set every gradient to its mean over members; one that no member has stays None."""
+    def average(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
+        """Set every gradient to its mean over members; one that no member has stays None.
+
+        Args:
+            parameters: with this member's gradients.
+            loss: this member's, of one element.
+
+        Returns:
+            The mean loss: an optimizer that decides by it (L-BFGS) has to decide alike on all members.
+        """
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         flags = own.to(parameters[0].device)
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([flags, *(part.reshape(-1).float() / self.size for part in parts)])
+        summands = (part.detach().to(flags).reshape(-1) / self.size for part in (loss, *parts))
+        flat = torch.cat([flags, *summands])
         with self._together():
             self._device.allreduce([flat]).wait()
-        there, *means = flat.split([len(parameters), *(part.numel() for part in parts)])
+        there, mean_loss, *means = flat.split([len(parameters), 1, *(part.numel() for part in parts)])
         for parameter, has, average in zip(parameters, there.tolist(), means, strict=True):
             if has and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             if has and parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter))
+        return mean_loss.reshape(loss.shape)
 
     def tell(self, vector: Tensor) -> Tensor:
         """Give all members the first one's vector, on the host."""
@@ -116,6 +126,9 @@ class Follower:
     def push(self, vector: Tensor | None, tick: bool = True, lr: float | None = None, copy: bool = True) -> None:
         """Nothing: the first member does."""
         self.seq, self.clock = self.seq + 1, self.clock + 1
+
+    def await_replicas(self) -> None:
+        """Nothing."""
 
     def settle(self) -> None:
         """Nothing."""

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_parallel.server.launcher import Job
 from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.transport.memory import keep_freed_memory
+from lightning_parallel.server.transport.sealed import AnyConnection
 
 _KEPT = 1 << 18  # pushes whose order is remembered
 Came = tuple[int, int, int, int]  # worker, its push, whether that held anything, whether it was dropped
@@ -48,7 +48,7 @@ class Notes:
         return dict(reversed(list(with_newest_first)))
 
 
-def serve(job: Job, address: str, ranges: Sequence[Range], line: Connection, host: str = "") -> None:
+def serve(job: Job, address: str, ranges: Sequence[Range], line: AnyConnection, host: str = "") -> None:
     """Be a server until the manager says that this one is gone, or the line ends.
 
     Args:
@@ -71,7 +71,7 @@ def serve(job: Job, address: str, ranges: Sequence[Range], line: Connection, hos
     server.board.close()
 
 
-def _answer(server: Server, notes: Notes, line: Connection) -> None:
+def _answer(server: Server, notes: Notes, line: AnyConnection) -> None:
     """Answer questions until the line is closed, and the run over with it."""
     with suppress(EOFError, OSError):
         while True:

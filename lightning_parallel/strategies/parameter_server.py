@@ -11,9 +11,11 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -83,7 +85,8 @@ class ParameterServerStrategy(MeetingStrategy):
         island_size: ranks, one behind the other, that step together as under DistributedDataParallel and are one worker
             to the servers; staleness is between islands.
         server_nodes: hosts that servers are spread over, from rank 0's on; None for all.
-        restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start.
+        restarts: how many workers that were killed are replaced by new ones, which join at an epoch's start; under
+            torchrun, SLURM and the like whoever starts workers has to start one again with the rank that it had.
         start_method: "fork" or "spawn", processes of this one; "popen" runs the script again.
         **kwargs: see `MeshStrategy`; `timeout` is how long a read may wait for the slowest worker.
 
@@ -172,11 +175,12 @@ class ParameterServerStrategy(MeetingStrategy):
         from lightning_parallel.trainer.worker_launcher import WorkerLauncher
 
         environment = self.cluster_environment
-        if self.start_method == "popen" or (environment is not None and environment.creates_processes_externally):
-            if self.restarts:
+        externally = environment is not None and environment.creates_processes_externally
+        if self.start_method == "popen" or externally:
+            if self.restarts and not externally:
                 raise ValueError(
                     f"{type(self).__name__}(restarts={self.restarts}) starts workers again, but here others start them."
-                    ' Use start_method="fork" or "spawn" without torchrun, or restarts=0.'
+                    ' Use start_method="fork" or "spawn", or restarts=0.'
                 )
             self._launcher = make_launcher(self)
         else:
@@ -212,17 +216,17 @@ class ParameterServerStrategy(MeetingStrategy):
             self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
         near, placement = self.node_rank == 0, self.placement
         hub = ExternalHub(
-            rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near, num_far=len(placement.far)
-        )
-        if self._hosts is not None and not near and self.local_rank == 0:
+            rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near,
+            num_far=len(placement.far), restarts=self.restarts,
+        )  # fmt: skip
+        if self._hosts is not None and not near and self.local_rank == 0 and not hub.line.is_new:
             start_servers(self._hosts, self.node_rank, placement.on(self.node_rank))
         return hub
 
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
         assert self._line is not None
-        if self.island_size == 1:
-            self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)
@@ -272,10 +276,8 @@ class ParameterServerStrategy(MeetingStrategy):
         rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
         module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
         worker.pull()
+        worker.session.await_replicas()
         self.worker = worker
-        if self._hosts is not None:
-            client = worker.session.client
-            watch(line.connection, lambda: setattr(client, "lost", True))  # its reads wait for nothing any more
 
     def _take_part(self, era: int = 0) -> ServerWorker:
         assert self._line is not None and self._plan is not None and self._job is not None
@@ -286,6 +288,9 @@ class ParameterServerStrategy(MeetingStrategy):
         )
         if self.rows is not None:
             worker.before_push = self.rows.note
+        if self._hosts is not None:
+            client = worker.session.client
+            watch(line.connection, lambda: setattr(client, "lost", True))  # its reads wait for nothing any more
         filters = worker.session.client.filters
         if filters is not None and self._left_behind and not line.is_new:
             own = self.global_rank // self.island_size
@@ -310,9 +315,11 @@ class ParameterServerStrategy(MeetingStrategy):
         trainer, rest = self._module.trainer, self._plan.not_held(self._module)
         state = None
         if self.global_rank == 0 and self.worker is not None:
-            state = (self._job, self.worker.era + 1, state_of(trainer, rest))
-        self._job, era, state = first_of(self._meet(JOIN, state), 0)
+            assert self._job is not None
+            state = (replace(self._job, keys=None), self.worker.era + 1, state_of(trainer, rest))
+        job, era, state = first_of(self._meet(JOIN, state), 0)
         if self._line.is_new:
+            self._job = job if self._hosts is None else self._hosts.place(job, self._line.connection)
             load_state(trainer, state)
             worker = self._take_part(era)
             self._line.is_new = False
@@ -378,8 +385,10 @@ class ParameterServerStrategy(MeetingStrategy):
 
         def run() -> Any:
             value = closure()
-            island.average([parameter for group in worker.parameters for parameter in group])
-            return value
+            worker.announce()
+            parameters = [parameter for group in worker.parameters for parameter in group]
+            loss = island.average(parameters, value if isinstance(value, Tensor) else torch.zeros(()))
+            return loss if isinstance(value, Tensor) else value
 
         return run
 

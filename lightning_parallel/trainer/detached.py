@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
-open_lines: set[Connection] = set()  # of this process
+from lightning_parallel.server.transport.sealed import AnyConnection
+
+open_lines: set[AnyConnection] = set()  # of this process
 
 
 def detach(function: Callable[..., None], *arguments: Any) -> None:

@@ -9,23 +9,28 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from lightning_parallel.errors import StageError
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Far
+from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.detached import detach, open_lines
+from lightning_parallel.trainer.door import WORKER, Door
 from lightning_parallel.trainer.far_servers import SERVER
-from lightning_parallel.trainer.hosts import Hosts, accept, keep_alive
+from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 
-WORKER = "worker"  # says hello to the hub
 _LOOK_S, _PATIENCE_S = 0.2, 8.0
 _runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
 
@@ -42,9 +47,11 @@ class ExternalHub:
         hosts: where there are several.
         is_near: whether this worker is on rank 0's host.
         num_far: servers on other hosts that come, too.
+        restarts: how many new workers are taken in while the run goes on.
 
     Raises:
         TimeoutError: the hub is not there in time.
+        StageError: the run goes on already, and takes no more workers in.
     """
 
     def __init__(
@@ -57,21 +64,34 @@ class ExternalHub:
         hosts: Hosts | None = None,
         is_near: bool = True,
         num_far: int = 0,
+        restarts: int = 0,
     ) -> None:
         _runs[port] = _runs.get(port, 0) + 1
         path = _folder() / f"{port}-{_runs[port]}"
         if rank == 0:
             listener = None if hosts is None else hosts.listen(world_size + num_far)
-            _start(path, listener, hosts, world_size, num_far, timeout, island_size)
+            _start(path, listener, hosts, world_size, num_far, timeout, island_size, restarts)
+        connection: AnyConnection
         connection = _connect(path, rank, timeout) if hosts is None else hosts.connect(hosts.port)
         connection.send_bytes(pickle.dumps((WORKER, rank, os.getpid() if is_near else None)))
-        self.line = Line(connection, rank, reports=True)
+        self.line = Line(connection, rank, reports=True, is_new=_is_new(connection, rank))
         open_lines.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
 
     def close(self) -> None:
         """End the line; the hub ends when all have."""
         self._end()
+
+
+def _is_new(connection: AnyConnection, rank: int) -> bool:
+    """Wait for the hub's word: whether the run goes on already."""
+    try:
+        answer: bool = pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError) as error:
+        raise StageError(
+            f"Rank {rank} came to a run that is over, or takes no more workers in: restarts= says how many it does."
+        ) from error
+    return answer
 
 
 def _close(line: Line) -> None:
@@ -89,7 +109,7 @@ def _folder() -> Path:
     return folder
 
 
-def _start(path: Path, listener: Listener | None, *arguments: Any) -> None:
+def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
     """Fork the hub; it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
     detach(_serve, path, listener, *arguments)
@@ -112,55 +132,62 @@ def _connect(path: Path, rank: int, timeout: float) -> Connection:
 
 def _serve(
     path: Path,
-    listener: Listener | None,
+    listener: socket.socket | None,
     hosts: Hosts | None,
     world_size: int,
     num_far: int,
     timeout: float,
     island_size: int,
+    restarts: int,
 ) -> None:
     """What the hub's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
     try:
         with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
-            lines, processes, far = _all_come(listening, world_size, num_far, hosts is not None)
-        signal.alarm(0)
-        hub = Hub(lines, island_size=island_size, kill=lambda rank: _kill(processes[rank]), hosts=hosts, far=far)
-        try:
-            _run(hub, processes)
-        finally:
-            hub.close()
+            come = (
+                listening.accept if isinstance(listening, Listener) else partial(cast(Hosts, hosts).accept, listening)
+            )
+            lines, processes, far = _all_come(come, world_size, num_far)
+            signal.alarm(0)
+            door = Door(come, processes, restarts)
+            kill = lambda rank: _kill(processes[rank])  # noqa: E731
+            hub = Hub(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
+            try:
+                _run(hub, processes)
+            finally:
+                hub.close()
     finally:
         path.unlink(missing_ok=True)
 
 
 def _all_come(
-    listener: Listener, world_size: int, num_far: int, over_network: bool
-) -> tuple[dict[Connection, int], dict[int, int | None], dict[int, Far]]:
-    """The lines of all workers, their processes, and servers that are on other hosts."""
-    lines: dict[Connection, int] = {}
+    come: Callable[[], AnyConnection], world_size: int, num_far: int
+) -> tuple[dict[AnyConnection, int], dict[int, int | None], dict[int, Far]]:
+    """The lines of all workers, their processes, and servers that are on other hosts; who comes twice, came again."""
+    lines: dict[int, AnyConnection] = {}
     processes: dict[int, int | None] = {}
     far: dict[int, Far] = {}
     while len(lines) < world_size or len(far) < num_far:
-        line = accept(listener)
+        line = come()
         kind, number, more = pickle.loads(line.recv_bytes())
         if kind == SERVER:
             far[number] = Far(more, line)
         else:
-            lines[line], processes[number] = number, more
-        if over_network:
-            keep_alive(line)
-    return lines, processes, far
+            lines[number], processes[number] = line, more
+            line.send_bytes(pickle.dumps(False))
+    return {line: rank for rank, line in lines.items()}, processes, far
 
 
 def _run(hub: Hub, processes: dict[int, int | None]) -> None:
     deadline = float("inf")
-    while hub.lines and time.monotonic() < deadline:
+    while hub.is_busy and time.monotonic() < deadline:
         hub.turn(_LOOK_S)
         if hub.failure is not None:
             deadline = min(deadline, time.monotonic() + _PATIENCE_S)
     for rank in hub.lines.values():  # a failure that they were not told of, since they wait for something else
+        if rank in hub.meeting.coming and hub.failure is None:
+            continue  # the run has ended before it was let in
         hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
         _kill(processes[rank])
 

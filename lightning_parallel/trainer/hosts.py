@@ -1,8 +1,7 @@
 """How workers on other hosts find the hub of a run, and are known to belong to it.
 
-The one idea: the user sets one secret text on all hosts. The hub takes only connections that prove it, and the keys by
-which workers and servers encrypt what they say are made of it, so that they travel nowhere. Left out: encryption of
-what workers say to the hub.
+The one idea: the user sets one secret text on all hosts. The hub takes only connections that prove it, which are
+encrypted, and the keys by which workers and servers encrypt what they say are made of it, so that they travel nowhere.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from lightning_parallel.mesh import open_store
+from lightning_parallel.server.transport.sealed import AnyConnection, SealedConnection
 
 if TYPE_CHECKING:
     from lightning_parallel.server.launcher import Job
@@ -63,25 +62,34 @@ class Hosts:
         store = open_store(address, port, rank, world_size, timeout)
         return cls(socket.gethostbyname(address), secret.encode(), store)
 
-    def listen(self, world_size: int) -> Listener:
-        """The hub's end, on a free port that the others are told."""
-        listener = Listener((self.address, 0), "AF_INET", backlog=world_size, authkey=self.secret)
-        self.store.set("hub", str(listener.address[1]))
+    def listen(self, count: int) -> socket.socket:
+        """The hub's end, for so many, on a free port that the others are told."""
+        listener = socket.create_server((self.address, 0), backlog=count)
+        self.store.set("hub", str(listener.getsockname()[1]))
         return listener
+
+    def accept(self, listener: socket.socket) -> SealedConnection:
+        """The next connection of somebody who belongs here."""
+        while True:
+            with suppress(AuthenticationError, EOFError, OSError):
+                stream, _ = listener.accept()
+                connection = SealedConnection(stream, self.secret, listens=True)
+                keep_alive(connection)
+                return connection
 
     @property
     def port(self) -> int:
         """Where the hub listens, once it does."""
         return int(self.store.get("hub"))
 
-    def connect(self, port: int) -> Connection:
+    def connect(self, port: int) -> SealedConnection:
         """A connection to the hub.
 
         Raises:
             ValueError: this host has another secret.
         """
         try:
-            connection = Client((self.address, port), "AF_INET", authkey=self.secret)
+            connection = SealedConnection(socket.create_connection((self.address, port)), self.secret, listens=False)
         except AuthenticationError as error:
             raise ValueError(f"{SECRET} is another one on {self.address}. Set the same on all hosts.") from error
         keep_alive(connection)
@@ -98,21 +106,13 @@ class Hosts:
         own = z85.encode(hashlib.sha256(b"lightning_parallel servers " + self.secret).digest())
         return Keys(zmq.curve_public(own), own)
 
-    def place(self, job: Job, connection: Connection) -> Job:
+    def place(self, job: Job, connection: AnyConnection) -> Job:
         """A job's values for a process of this host, which reached the hub by this connection."""
         with _socket_of(connection) as own:
             return replace(job, host=own.getsockname()[0], keys=self.keys)
 
 
-def accept(listener: Listener) -> Connection:
-    """The next connection of somebody who belongs here."""
-    while True:
-        with suppress(AuthenticationError, EOFError, OSError):
-            connection: Connection = listener.accept()
-            return connection
-
-
-def keep_alive(connection: Connection) -> None:
+def keep_alive(connection: AnyConnection) -> None:
     """Have the end of a connection seen whose other host is silent."""
     with _socket_of(connection) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -122,7 +122,7 @@ def keep_alive(connection: Connection) -> None:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _BETWEEN_S * _PROBES))
 
 
-def watch(connection: Connection, gone: Callable[[], None]) -> None:
+def watch(connection: AnyConnection, gone: Callable[[], None]) -> None:
     """Have a function called, in a thread, when the other end is gone, while nobody reads from the connection."""
 
     def look() -> None:
@@ -137,5 +137,5 @@ def watch(connection: Connection, gone: Callable[[], None]) -> None:
     threading.Thread(target=look, name="hub", daemon=True).start()
 
 
-def _socket_of(connection: Connection) -> socket.socket:
+def _socket_of(connection: AnyConnection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import pickle
 import queue
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
+from typing import Any, cast
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -22,11 +23,12 @@ from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Far, Hosting, host
 from lightning_parallel.server.island import IslandLostError
+from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.line import ROWS
 from lightning_parallel.trainer.meeting import Meeting
-from lightning_parallel.trainer.row_deals import Deals
+from lightning_parallel.trainer.row_deals import Deals, Part
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Hub:
     Args:
         lines: the connection to each rank.
         hint: says of a rank whose connection has ended how its process did.
-        restart: starts a new process for a rank that died, and returns the connection to it, or None if it may not.
+        restart: gives the connection to a new process for a rank that died, once there is one; else None.
         island_size: ranks that end together, one behind the other.
         kill: ends the process of a rank.
         hosts: where there are several, how they reach this one.
@@ -51,9 +53,9 @@ class Hub:
 
     def __init__(
         self,
-        lines: dict[Connection, int],
+        lines: dict[AnyConnection, int],
         hint: Callable[[int], str] = lambda rank: "killed",
-        restart: Callable[[int], Connection | None] = lambda rank: None,
+        restart: Callable[[int], AnyConnection | None] = lambda rank: None,
         island_size: int = 1,
         kill: Callable[[int], None] = lambda rank: None,
         hosts: Hosts | None = None,
@@ -64,7 +66,9 @@ class Hub:
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
+        self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
+        self._same: dict[int, deque[list[Part]]] = defaultdict(deque)  # what an island's members are answered, too
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
         self.failure: bytes | None = None
@@ -72,8 +76,8 @@ class Hub:
 
     def turn(self, timeout: float) -> None:
         """Wait at most so many seconds for something, and react to all that is there."""
-        for line in wait(list(self.lines), timeout=timeout):
-            assert isinstance(line, Connection)
+        for line in wait(cast(Any, list(self.lines)), timeout=timeout):
+            assert isinstance(line, AnyConnection)
             rank = self.lines[line]
             try:
                 message = pickle.loads(line.recv_bytes())
@@ -83,6 +87,7 @@ class Hub:
                 self._react(line, rank, *message)
         while not self._settled.empty():
             self._settle(*self._settled.get())
+        self._fill()
         if self.failure is None and self.hosting is not None and self.lines and (why := self.hosting.lost):
             self.fail(Failure(None, headline=why).to_bytes())
 
@@ -96,7 +101,7 @@ class Hub:
         if self.hosting is not None:
             self.hosting.close()
 
-    def _react(self, line: Connection, rank: int, kind: Any, *rest: Any) -> None:
+    def _react(self, line: AnyConnection, rank: int, kind: Any, *rest: Any) -> None:
         if kind == "meet":
             self._met(self.meeting.arrive(rank, *rest))
         elif kind == "ask":
@@ -107,7 +112,7 @@ class Hub:
             joins = first and self.meeting.coming
             self._say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
         elif kind == "more":
-            self._say(rank, "answer", self.deals.more(rank))
+            self._say(rank, "answer", self._more(rank))
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
@@ -121,18 +126,18 @@ class Hub:
             self.answers[rank] = rest[0]
             self._end(line, rank)
 
-    def _end(self, line: Connection, rank: int) -> None:
+    def _end(self, line: AnyConnection, rank: int) -> None:
         del self.lines[line]
         self._met(self.meeting.leave(rank))
 
-    def _gone(self, line: Connection, rank: int) -> None:
+    def _gone(self, line: AnyConnection, rank: int) -> None:
         """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
         hint = self._hint(rank)
         if self.failure is None and (0 in self._island(rank) or self.hosting is None):
             self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
         self._leave_behind(line, rank, hint)
 
-    def _leave_behind(self, line: Connection, rank: int, why: str) -> None:
+    def _leave_behind(self, line: AnyConnection, rank: int, why: str) -> None:
         is_new = rank in self.meeting.coming
         if self.failure is None:
             dealt = "dealt to them" if self.deals.members else "skipped"
@@ -149,6 +154,13 @@ class Hub:
         first = rank - rank % self._island_size
         return range(first, first + self._island_size)
 
+    def _more(self, rank: int) -> list[Part]:
+        """What dead workers left for a rank; members of an island, who step together, are answered of one moment."""
+        if not self._same[rank]:
+            for mate in self._island(rank):
+                self._same[mate].append(self.deals.more(mate))
+        return self._same[rank].popleft()
+
     def _excused(self, failure: bytes) -> str:
         """Why the others go on without a worker that says it failed; empty if they do not."""
         error = Failure.from_bytes(failure).error
@@ -160,16 +172,24 @@ class Hub:
         return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
 
     def _settle(self, rank: int, acknowledged: int) -> None:
-        """A worker that died has left the servers: deal what it leaves, and start another in its place."""
+        """A worker that died has left the servers: deal what it leaves; another may take its place."""
         self._unsettled -= 1
-        self.deals.lost(rank, acknowledged, self.meeting.present)
-        line = self._restart(rank) if self.failure is None and self.deals.members else None
-        if line is not None:
-            self.lines[line] = rank
-            self.meeting.coming.add(rank)
+        for member in self._island(rank):
+            self.deals.lost(member, acknowledged, self.meeting.present)
+        self._vacant.add(rank)
+        self._fill()
         if self._held is not None:
             values, self._held = self._held, None
             self._answer(values, ROWS)
+
+    def _fill(self) -> None:
+        """Have new workers come for ranks that are gone, to be let in at the next epoch's start."""
+        for rank in sorted(self._vacant) if self.failure is None and self.deals.members else ():
+            line = self._restart(rank)
+            if line is not None:
+                self._vacant.discard(rank)
+                self.lines[line] = rank
+                self.meeting.coming.add(rank)
 
     @property
     def _lease(self) -> str:
@@ -220,5 +240,5 @@ class Hub:
             with suppress(OSError):  # it died, which is seen when it is read from
                 line.send_bytes(pickle.dumps(words))
 
-    def _of(self, rank: int) -> Iterable[Connection]:
+    def _of(self, rank: int) -> Iterable[AnyConnection]:
         return [line for line, other in self.lines.items() if other == rank]

@@ -10,10 +10,10 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.row_deals import Part
 
 JOIN, ROWS = "new workers", "the rows of dead workers"  # what all meet for, and the hub adds something to
@@ -29,7 +29,7 @@ class Line:
         is_new: whether it joins a run that is under way; until it is let in, it meets nobody.
     """
 
-    def __init__(self, connection: Connection, rank: int, reports: bool = False, is_new: bool = False) -> None:
+    def __init__(self, connection: AnyConnection, rank: int, reports: bool = False, is_new: bool = False) -> None:
         self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
         self.failure: Failure | None = None
         self.present: tuple[int, ...] = ()  # who was there when ranks met last

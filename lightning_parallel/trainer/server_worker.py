@@ -115,6 +115,11 @@ class ServerWorker:
         pairs = (pair for group, values in read for pair in zip(group, values, strict=True))
         return not all(torch.equal(parameter, value.to(parameter)) for parameter, value in pairs)
 
+    def announce(self) -> None:
+        """Before an island's gradients become one, tell how far a push of them comes: it is made by another member."""
+        if (self._steps + 1) % self.pace.n_push == 0:
+            self.before_push(self.session.client.worker or 0, self.session.client.seq + 1)
+
     def step(self, run: Callable[[], Any]) -> Any:
         """Run the user's step of the optimizer, and have the servers make it.
 

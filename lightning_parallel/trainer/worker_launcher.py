@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import Failure, StageError
 from lightning_parallel.failure.party import lost
+from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.failures import exit_hint
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
@@ -51,7 +52,8 @@ class _Workers(RankProcesses):
     ) -> None:
         super().__init__(start_method, count, main, job)
         self.restarts = restarts
-        self.hub = Hub(self._pipes, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill())
+        lines = cast(dict[AnyConnection, int], self._pipes)
+        self.hub = Hub(lines, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill())
 
     def _restart(self, rank: int) -> Connection | None:
         """A new process for a rank whose last one died, while any may be started."""

@@ -50,6 +50,24 @@ def test_two_islands_are_one_process_on_all_rows(options):
         torch.testing.assert_close(found[key], wanted[key], **LOSS)
 
 
+class BatchMethod(Dealt):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def test_l_bfgs_of_an_island_is_that_of_one_process_on_all_rows():
+    """Its line search evaluates the joined batch at the same points on both members, who decide by one loss."""
+    runs = []
+    for strategy, count in (("auto", 1), (ParameterServerStrategy(island_size=2, update="worker"), 2)):
+        torch.manual_seed(1)
+        module, trainer = BatchMethod(), make_trainer(strategy, count, max_epochs=1, **OWN_ROWS)
+        trainer.fit(module)
+        runs.append((module, trainer.callback_metrics))
+    (plain, wanted), (ours, found) = runs
+    assert_equal(ours, plain, rtol=1e-3, atol=1e-4)  # a step multiplies what rounding is between sums of gradients
+    torch.testing.assert_close(found["val_loss"], wanted["val_loss"], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_staleness_is_bounded_between_islands():
     monitor = StalenessMonitor()

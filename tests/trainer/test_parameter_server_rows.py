@@ -1,5 +1,6 @@
 """A killed worker's rows are finished by others, and a new worker joins: beside one process that follows the rule."""
 
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -10,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.errors import StageError
+from lightning_parallel.ports import ReservedPort
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import Classifier, row_loader, rows
 from tests.trainer.pipelines import WEIGHTS, make_trainer
@@ -36,6 +38,8 @@ class Numbered(Dataset):
 class Marks(Classifier):
     """Notes in a file which rows it has pushed; one worker is killed, once."""
 
+    killed = KILLED
+
     def __init__(self, folder):
         super().__init__()
         self.folder = folder
@@ -45,7 +49,7 @@ class Marks(Classifier):
 
     def training_step(self, batch, batch_idx):
         first = self.folder / "killed"
-        if self.global_rank == KILLED and batch_idx == AT and not first.exists():
+        if self.global_rank == self.killed and batch_idx == AT and not first.exists():
             first.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         self.batch = batch
@@ -72,12 +76,12 @@ def share(epoch, place, workers=WORKERS):
     return list(BatchSampler(sampler, BATCH, False))
 
 
-def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, **options):
+def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, devices=WORKERS, **options):
     torch.manual_seed(1)
     module = make(folder)
     strategy = ParameterServerStrategy(consistency, lease=40.0, **options)
     limits = {"num_sanity_val_steps": 0} if meets else {"limit_val_batches": 0}
-    trainer = make_trainer(strategy, WORKERS, max_epochs=epochs, **limits)
+    trainer = make_trainer(strategy, devices, max_epochs=epochs, **limits)
     loader = DataLoader(Numbered(), BATCH, shuffle=True, num_workers=workers)
     trainer.fit(module, loader, row_loader((5,)))
     return module, trainer
@@ -128,6 +132,54 @@ def test_a_new_worker_takes_the_place_of_a_killed_one(tmp_path):
     assert trained(tmp_path, 1) == {place: share(1, place) for place in range(WORKERS)}
 
 
+class Awaits(Marks):
+    """Rank 0 goes on to the second epoch once the new worker is there."""
+
+    there = multiprocessing.get_context("fork").Event()
+
+    def setup(self, stage):
+        if self.trainer.strategy._line.is_new:
+            self.there.set()
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        if self.global_rank == 0:
+            assert self.there.wait(50)
+
+
+def as_rank(rank, port, folder, restarts):
+    """What a process does that somebody else has started, as torchrun does."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "one",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    module, _ = run(folder, "bsp", restarts=restarts, make=Awaits)
+    if rank == 0:
+        torch.save(module.state_dict(), folder / "weights.pt")
+
+
+def test_a_new_worker_is_taken_in_where_others_start_it(tmp_path):
+    """The second of three is killed; a process that is started with its rank joins at the second epoch's start."""
+    reserved, context = ReservedPort("127.0.0.1"), multiprocessing.get_context("fork")
+    started = [
+        context.Process(target=as_rank, args=(rank, reserved.number, tmp_path, 1)) for rank in (*range(WORKERS), KILLED)
+    ]
+    for process in started[:WORKERS]:
+        process.start()
+    started[KILLED].join()
+    assert started[KILLED].exitcode == -signal.SIGKILL
+    started[-1].start()
+    for process in started:
+        process.join()
+    reserved.close()
+    assert [process.exitcode for process in started] == [0, -signal.SIGKILL, 0, 0]
+    second = side_by_side(*(share(1, place) for place in range(WORKERS)))
+    weights = reference([*first_epoch(), *second]).state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, **WEIGHTS)
+    assert trained(tmp_path, 1) == {place: share(1, place) for place in range(WORKERS)}
+
+
 @pytest.mark.parametrize("consistency", ["ssp", slow("async"), slow("downpour")])
 @pytest.mark.parametrize("meets", [slow(True), False])
 def test_every_row_is_trained_on_and_those_acknowledged_once(consistency, meets, tmp_path):
@@ -142,6 +194,26 @@ def test_every_row_is_trained_on_and_those_acknowledged_once(consistency, meets,
     assert counts.keys() == set(range(ROWS)) and min(counts.values()) >= 3
     if meets:
         assert epochs[2] == {place: share(2, place) for place in range(WORKERS)}
+
+
+class KillsTheFourth(Marks):
+    killed = 3
+
+
+@pytest.mark.parametrize("meets", [True, slow(False)])
+def test_rows_of_an_island_that_died_are_dealt_to_those_of_another(meets, tmp_path, caplog):
+    """Each of its two members leaves two batches, and each of the other's gets one of them."""
+    module, _ = run(tmp_path, "bsp", 2, meets, make=KillsTheFourth, devices=4, island_size=2)
+    own = [share(0, place, 4) for place in range(4)]
+    together, alone = side_by_side(*(batches[:AT] for batches in own)), side_by_side(own[0][AT:], own[1][AT:])
+    left = [batches[AT:] for batches in own[2:]]
+    second = side_by_side(*(share(1, place, 2) for place in range(2)))
+    clocks = [*together, *alone, *left, *second]
+    if meets:
+        assert_equal(module, reference(clocks), **WEIGHTS)
+    counts = Counter(tuple(batch) for epoch in range(2) for of in trained(tmp_path, epoch).values() for batch in of)
+    assert counts == Counter(tuple(batch) for clock in clocks for batch in clock)
+    assert "the rows that are its share are dealt to them" in caplog.text
 
 
 class StopsAlone(Marks):

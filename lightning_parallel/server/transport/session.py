@@ -79,6 +79,10 @@ class Session(Driver):
     def _settle(self) -> None:
         self.settle()
 
+    def await_replicas(self) -> None:
+        """Wait until no range is to be copied any more: from then on as many servers may die as the rules say."""
+        self._do(lambda now: [], lambda: bool(self.client.view.chains) and not self.client.view.joining)
+
     def settle(self) -> None:
         """Wait until every push is with all replicas."""
         self._do(lambda now: [], lambda: self.client.is_settled)
