@@ -119,9 +119,7 @@ class StageRun:
         self.has_ended, self.doubt = False, ""
         self._entered = self._left = 0  # leaves of the first block's arguments so far, and of those of the next one's
         self._recomputes_blocks = cut.recomputes_blocks(stage)
-        self.plain = (
-            not learn and not self._recomputes_blocks and not keep and not going.after and cut.windows is None
-        )
+        self.plain = not learn and not self._recomputes_blocks and not keep and not going.after and cut.windows is None
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []
         self._grad = torch.is_grad_enabled()

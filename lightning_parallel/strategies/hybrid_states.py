@@ -64,7 +64,11 @@ class DividedPipeline(DividedCheckpoints):
             ),
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
             master_weights=(master_weights, isinstance(master_weights, bool), "True or False"),
-            offload=(offload, offload is False or (offload is True and zero_stage > 0), "False, or True with zero_stage"),
+            offload=(
+                offload,
+                offload is False or (offload is True and zero_stage > 0),
+                "False, or True with zero_stage",
+            ),
             cuda_graphs=(
                 cuda_graphs,
                 not (cuda_graphs and zero_stage == 3),

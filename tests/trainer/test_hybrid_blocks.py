@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.demo.gpt import GPT, Block
+from lightning_parallel.pipeline.weight_grad import waiting
 from lightning_parallel.zero import collectives
 from tests.trainer.hybrids import Mesh, gpt_case, on_meshes
 from tests.trainer.pipelines import Record
@@ -103,13 +104,23 @@ class Watched(Callback):
         self.gradients: list[int] = []  # bytes, whenever a gradient was made
         self._vectors: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._storages: list[tuple[StorageWeakRef, int]] = []
-        self._module, self._step = module, lambda: trainer.global_step
+        self._counts = False
+        self._blocks: dict[str, list[nn.Parameter]] = {}
+        for entry, parameter in trainer.strategy.pipeline.own:
+            if entry.name.startswith("blocks."):
+                self._blocks.setdefault(entry.name.split(".")[1], []).append(parameter)
         gather, reduce = collectives._ALL_GATHER, collectives._REDUCE_SCATTER
         self._before = {gather: getattr(dist, gather), reduce: getattr(dist, reduce)}
         setattr(dist, gather, self._gather)
         setattr(dist, reduce, self._reduce)
         own = [parameter for _, parameter in trainer.strategy.pipeline.own]
         self._handles = [p.register_post_accumulate_grad_hook(self._made) for p in own if p.requires_grad]
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        self._counts = index > 0  # the first step finds out how blocks are used, with all of them whole
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._counts = False
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         for name, function in self._before.items():
@@ -119,10 +130,9 @@ class Watched(Callback):
 
     def _gather(self, whole: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._vectors[whole.untyped_storage()._cdata] = (whole.untyped_storage(), whole.nbytes)
-        if self._step():  # the first step finds out how blocks are used, with all of them whole
+        if self._counts:
             alive = {number for number, (storage, size) in self._vectors.items() if storage.nbytes() >= size}
-            blocks = [b for b in self._module.modules() if isinstance(b, Block)]
-            held = [{p.untyped_storage()._cdata for p in b.parameters() if not p.is_meta} for b in blocks]
+            held = [{p.untyped_storage()._cdata for p in block} for block in self._blocks.values()]
             self.whole.append(sum(bool(alive & storages) for storages in held))
         return self._before[collectives._ALL_GATHER](whole, *args, **kwargs)
 
@@ -138,7 +148,7 @@ class Watched(Callback):
 
     def _count(self) -> None:
         self._storages = [(storage, size) for storage, size in self._storages if not storage.expired()]
-        if self._step():
+        if self._counts:
             of = {storage.cdata: size for storage, size in self._storages}
             self.gradients.append(sum(of.values()))
 
@@ -149,9 +159,10 @@ def watched(trainer: Trainer, module: LightningModule) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize("schedule", ["one stage", pytest.param("zb_v", marks=pytest.mark.slow)])
-def test_two_blocks_are_whole_and_few_gradients(schedule: str):
+def test_two_blocks_are_whole_and_few_gradients(schedule: str, monkeypatch: pytest.MonkeyPatch):
     """A block at work, and the one that comes; gradients of a block, and those of as many as are on their way."""
     pipeline, named = (1, {}) if schedule == "one stage" else (2, {"schedule": schedule})
+    monkeypatch.setattr(waiting, "IN_ONE_CALL", 1)  # W makes products of so many bytes before it hands them over
     case = gpt_case(gradient_clip_val=None, callbacks=lambda: [Watched()])
     jobs = []
     for recompute in ("none", "block"):
@@ -159,6 +170,6 @@ def test_two_blocks_are_whole_and_few_gradients(schedule: str):
         jobs.append((case.but(make=gpt(tie_embeddings=False), at_end=watched), Mesh(2, pipeline, 1, options)))
     for records in on_meshes(jobs):
         for whole, gradients in (record.extra for record in records):
-            assert len(whole) > BLOCKS and max(whole) == 2
+            assert len(whole) >= BLOCKS // pipeline and max(whole) == 2
             # What is made, what it is copied to, two on their way, and what lies outside of blocks.
             assert BLOCK_BYTES <= max(gradients) < 4.5 * BLOCK_BYTES, max(gradients) / BLOCK_BYTES

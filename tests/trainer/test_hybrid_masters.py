@@ -110,7 +110,9 @@ def test_copies_of_32_bits_are_resumed_on_another_mesh(tmp_path: Path, kind: str
     [resumed] = on_meshes([(skipped, mesh)])
     if kind == "sharded":
         consolidate(path, tmp_path / "whole.ckpt", weights_only=False)
-        assert torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]["norm.weight"].dtype == torch.float32
+        assert (
+            torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]["norm.weight"].dtype == torch.float32
+        )
     for name, value in whole[0].weights.items():
         assert torch.equal(resumed[0].weights[name], value), name
     for number, fields in whole[0].optimizers[0]["state"].items():
