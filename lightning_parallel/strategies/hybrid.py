@@ -55,6 +55,9 @@ class HybridStrategy(DividedPipeline):
         gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
             for the backward of every "microbatch", which holds one stage's at a time and moves more.
         bucket_mb: with `zero_stage`, megabytes of gradients that are reduced at a time.
+        master_weights: with `zero_stage` and parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the
+            optimizer update a divided copy of 32 bits, as in the paper.
+        offload: with `zero_stage`, keep optimizer states, and that copy, in the host's memory, and update there.
         mesh_order: the axes, outermost first. The last one's ranks are neighbours, so inside a host.
         **kwargs: see `PipelineStrategy`.
 
@@ -82,6 +85,8 @@ class HybridStrategy(DividedPipeline):
         zero_stage: int = 0,
         gather: Gather = "step",
         bucket_mb: float = 128.0,
+        master_weights: bool = True,
+        offload: bool = False,
         mesh_order: Sequence[str] = AXES,
         tensor_plan: Plan = "auto",
         sequence_parallel: bool = False,
@@ -89,7 +94,7 @@ class HybridStrategy(DividedPipeline):
         partition_activations: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(zero_stage, gather, bucket_mb, **kwargs)
+        super().__init__(zero_stage, gather, bucket_mb, master_weights, offload, **kwargs)
         refuse_arguments(
             self,
             tensor_plan=(

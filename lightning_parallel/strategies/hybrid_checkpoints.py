@@ -7,13 +7,17 @@ the first of them or dealt out where each saves a share; where it hands states o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.full import States
+from lightning_parallel.checkpoint.full import States, own_state_dict
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.stage_states import StageStates, joined
 from lightning_parallel.zero.state import whole_on_owners
 
@@ -38,13 +42,16 @@ class DividedCheckpoints(PipelineStrategy):
             return state
         entries = self.pipeline.table.by_name
         divided = states.divided if self.zero_stage == 3 and not self._released else frozenset()
+        wide = self.state_dict_type == "sharded"  # a folder holds copies of 32 bits as weights
+        if wide:
+            divided |= states.copied
         if self.state_dict_type == "sharded" and self.pipeline.data.place:  # what is whole the first copy saves
             state = {name: value for name, value in state.items() if name in entries and entries[name].name in divided}
         if not divided:
             return state
         self.raise_failure()
         with self.connected():
-            whole = states.parameters(self._bring)
+            whole = states.parameters(self._bring, divided, wide)
         of = {name: entries[name].name if name in entries else name for name in state}
         return {
             name: whole.get(of[name], value)
@@ -62,6 +69,10 @@ class DividedCheckpoints(PipelineStrategy):
             return super()._states_of(optimizer)
         return self._states.optimizer_states(optimizer, self._bring)
 
+    def _states_to_device(self) -> None:
+        if self._states is None or self._states.partition.options.offload is None:
+            super()._states_to_device()
+
     def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if self._states is None:
             super()._load_into(optimizer, state)
@@ -72,9 +83,28 @@ class DividedCheckpoints(PipelineStrategy):
         if self._states is None:
             super().load_model_state_dict(checkpoint, strict)
             return
+        saved = {**checkpoint["state_dict"], **checkpoint.get(MASTERS, {})}
+        copied = {name: value for name, value in saved.items() if name in self._states.copied and _is_wide(value)}
         with self._states.windows.whole():
             super().load_model_state_dict(checkpoint, strict)
-            self._states.refresh()
+            self._states.refresh({name: self.tensor.part(name, value) for name, value in copied.items()})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._states is not None and self.state_dict_type == "full" and "optimizer_states" in checkpoint:
+            checkpoint.update(self._masters(self._states))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _masters(self, states: StageStates) -> dict[str, Any]:
+        """What a file has beside weights of 16 bits, on global rank 0; all ranks call it."""
+        if not states.partition.options.master_weights or self.lightning_module is None:
+            return {}
+        self.raise_failure()
+        with self.connected():
+            own = states.parameters(self._bring, states.copied, wide=True)
+            parts = self.pipeline.gather(own_state_dict(own, self.pipeline.table, self.tensor))
+        whole = {name: value for part in parts or () for name, value in part.items()}
+        names = [name for name in self.pipeline.table.by_name if name in whole]
+        return {MASTERS: {name: whole[name] for name in names}} if whole and self.pipeline.copy == 0 else {}
 
     def _bring(self, pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any]) -> Mapping[Any, Mapping[str, Any]]:
         """Whole tensors of the copies' pieces: all on the first copy, or dealt out to them where each saves a share."""
@@ -91,3 +121,7 @@ class DividedCheckpoints(PipelineStrategy):
         parts: list[Any] | None = [None] * len(ranks) if self.global_rank == owner else None
         dist.gather_object(part, parts, dst=owner, group=self.group("data"))
         return parts
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32

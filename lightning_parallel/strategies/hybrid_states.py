@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -43,12 +44,14 @@ class DividedPipeline(DividedCheckpoints):
         gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
             for the backward of every "microbatch".
         bucket_mb: megabytes of gradients that are reduced at a time.
+        master_weights: with parameters of 16 bits, let the optimizer update a divided copy of 32 bits.
+        offload: keep optimizer states, and that copy, in the host's memory, and update there.
         **kwargs: see `PipelineStrategy`.
     """
 
     def __init__(
-        self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 128.0, cuda_graphs: bool = False,
-        **kwargs: Any,
+        self, zero_stage: int = 0, gather: Gather = "step", bucket_mb: float = 128.0, master_weights: bool = True,
+        offload: bool = False, cuda_graphs: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(zero_stage, cuda_graphs=cuda_graphs, **kwargs)
         refuse_arguments(
@@ -60,6 +63,12 @@ class DividedPipeline(DividedCheckpoints):
                 '"step", or "microbatch" with zero_stage=3',
             ),
             bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
+            master_weights=(master_weights, isinstance(master_weights, bool), "True or False"),
+            offload=(
+                offload,
+                offload is False or (offload is True and zero_stage > 0),
+                "False, or True with zero_stage",
+            ),
             cuda_graphs=(
                 cuda_graphs,
                 not (cuda_graphs and zero_stage == 3),
@@ -67,6 +76,7 @@ class DividedPipeline(DividedCheckpoints):
             ),
         )
         self.gather_once_a, self.bucket_mb = gather, bucket_mb
+        self.master_weights, self.offload = master_weights, offload
         self.early_sums, self._evaluates = zero_stage == 0, False
         self._learnt: set[str] = set()  # kinds of steps of which it is known how they use blocks
 
@@ -87,7 +97,8 @@ class DividedPipeline(DividedCheckpoints):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         self._refuse_whole(trainer)
-        options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), master_weights=False)
+        host = torch.device("cpu") if self.offload else None
+        options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, host)
         assert self.watch is not None
         with self.watch.opening():
             reductions = pipeline.open_sum_group()

@@ -128,4 +128,8 @@ class PipelineCheckpoints(FileOrFolder):
             if replaced:
                 self._pruned[id(optimizer)].take_over()
             self._pruned[id(optimizer)].load_full_state(state, partial(self._load_into, optimizer))
+        self._states_to_device()
+
+    def _states_to_device(self) -> None:
+        """Optimizer states lie where they are updated."""
         _optimizers_to_device(self.optimizers, self.root_device)

@@ -90,5 +90,3 @@ class EarlyReduction:
                 buckets[number] = held
                 finals.setdefault(max(of, default=-1), []).extend(held)
         return buckets, finals
-
-

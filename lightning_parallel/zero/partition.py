@@ -112,6 +112,13 @@ class Partition:
         bucket, index = self._slots[parameter]
         return self.buckets[bucket].segments[index]
 
+    def part(self, parameter: nn.Parameter, wide: bool) -> Tensor | None:
+        """This rank's elements of a parameter, 1-D; `wide`: of what the optimizer updates, which may have more bits."""
+        number, index = self._slots[parameter]
+        bucket = self.buckets[number]
+        at, k = bucket.places[index]
+        return (bucket.updated if wide else bucket.own)[at : at + k] if k else None
+
     def piece(self, parameter: nn.Parameter) -> tuple[int, int]:
         """From which to which element of the flattened parameter this rank owns."""
         bucket, index = self._slots[parameter]

@@ -8,7 +8,7 @@ alike, so that what is equal stays equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from lightning_parallel.zero.native import states_of_partition
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.promise import ModelStates
 from lightning_parallel.zero.ranks import Ranks
-from lightning_parallel.zero.state import Piece, join_pieces, load_optimizer_state, own_pieces
+from lightning_parallel.zero.state import Piece, join_pieces, load_masters, load_optimizer_state, own_pieces
 from lightning_parallel.zero.windows import Windows
 
+NARROW = (torch.float16, torch.bfloat16)
 States = dict[nn.Parameter, dict[str, Any]]
 Bring = Callable[[Mapping[Any, Mapping[str, Any]], Sequence[Any]], Mapping[Any, Mapping[str, Any]]]
 
@@ -163,20 +164,38 @@ class StageStates:
         """Names of the parameters that an optimizer updates."""
         return frozenset(entry.name for p, entry in self._entries.items() if self.partition.holds(p))
 
-    def parameters(self, bring: Bring) -> dict[str, Tensor]:
-        """The values of whole parameters by name, of those that `bring` brings to this rank; stage 3."""
-        partition, own = self.partition, {}
-        held = [(parameter, entry.name) for parameter, entry in self._entries.items() if partition.holds(parameter)]
-        for parameter, name in held:
-            segment = partition.segment(parameter)
-            if segment is not None:
-                begin = partition.piece(parameter)[0]
-                own[name] = {"value": Piece(begin, segment.detach().cpu().clone(), parameter.shape)}
-        return {name: fields["value"] for name, fields in bring(own, [name for _, name in held]).items()}
+    @property
+    def copied(self) -> frozenset[str]:
+        """Names of the parameters of which the optimizer updates a copy of 32 bits."""
+        wide, partition = self.partition.options.master_weights, self.partition
+        held = [(p, entry.name) for p, entry in self._entries.items() if partition.holds(p)]
+        return frozenset(name for parameter, name in held if wide and parameter.dtype in NARROW)
 
-    def refresh(self) -> None:
-        """Whole parameters were written to."""
+    def parameters(self, bring: Bring, names: Collection[str], wide: bool = False) -> dict[str, Tensor]:
+        """The values of whole parameters by name, of those that `bring` brings to this rank.
+
+        Args:
+            bring: see `optimizer_states`.
+            names: of which parameters that are divided.
+            wide: take the copies of 32 bits where there are some.
+        """
+        own: dict[str, Any] = {}
+        for parameter, entry in self._entries.items():
+            part = self.partition.part(parameter, wide) if entry.name in names else None
+            if part is not None:
+                begin = self.partition.piece(parameter)[0]
+                own[entry.name] = {"value": Piece(begin, part.detach().cpu().clone(), parameter.shape)}
+        keys = [entry.name for entry in self._entries.values() if entry.name in names]
+        return {name: fields["value"] for name, fields in bring(own, keys).items()}
+
+    def refresh(self, masters: Mapping[str, Tensor]) -> None:
+        """Whole parameters were written to.
+
+        Args:
+            masters: copies of 32 bits by name, of this rank's parameters; the others are made of what was written.
+        """
         self.partition.refresh()
+        load_masters(self.partition, masters)
 
     def promise(self, optimizers: Sequence[Optimizer], gathers: int) -> ModelStates:
         """What ZeRO promises this rank of its stages, in bytes; collective, after an optimizer's step.

@@ -1,8 +1,8 @@
 """Which blocks of a model are used in other ways than by one call each, in the order in which they lie.
 
-The one idea: one step is watched, with all parameters whole. A block that is called again, or before one that comes
-earlier, and a parameter that the step reads outside of its block's call (a norm of weights in the loss) are noted.
-Asking a parameter for its shape is no reading.
+The one idea: the forwards of one step are watched, with all parameters whole. A block that is called again, or before
+one that comes earlier, and a parameter that the step reads outside of its block's call (a norm of weights in the loss)
+are noted. Asking a parameter for its shape is no reading.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ class Strays(TorchFunctionMode):
     def __init__(self, block_of: Mapping[nn.Parameter, int]) -> None:
         super().__init__()
         self._block_of, self.found = block_of, set[int]()
-        self._last, self._inside, self._was_on = -1, 0, False
+        self._last, self._inside, self._was_on, self._watches = -1, 0, False, False
 
-    def begin(self) -> None:
-        """An action begins."""
-        self._last = -1
+    def begin(self, forward: bool) -> None:
+        """An action begins: a forward or a backward."""
+        self._last, self._watches = -1, forward
+
+    def end(self) -> None:
+        """It is over."""
+        self._watches = False
 
     def enter(self, block: int) -> None:
         """A block is called. What runs inside does not see this mode: a compiled block would be compiled for it."""
-        if block <= self._last:
+        if block <= self._last and self._watches:
             self.found.add(block)
         self._last = max(self._last, block)
         self._inside += 1
@@ -56,7 +60,7 @@ class Strays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._inside and not _asks(func):
+        if self._watches and not self._inside and not _asks(func):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter) and leaf in self._block_of:
                     self.found.add(self._block_of[leaf])

@@ -1,4 +1,4 @@
-"""When the parameters of a pipeline's stages are whole: for a step, or for one action of one micro-batch, block by block.
+"""When the parameters of a pipeline's stages are whole: for a step, or block by block in an action of one micro-batch.
 
 The one idea: an action of a stage begins by asking for the stage's parameters and ends by letting go of them. What lies
 in blocks is whole while its block is at work and no longer: a forward says which block it calls, hooks on the graph of
@@ -10,7 +10,7 @@ order, so that their gathers meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class Windows:
     def begin(self, stage: int, forward: bool) -> None:
         """Begin to gather what an action of a stage needs at first."""
         if self._strays is not None:
-            self._strays.begin()
+            self._strays.begin(forward)
         for bucket in self._of(stage):
             if self._number(bucket) is None:
                 bucket.open(self._traffic)
@@ -83,12 +83,16 @@ class Windows:
 
     def turn(self, stage: int) -> None:
         """A forward within a backward's action is over, and the backward begins."""
+        if self._strays is not None:
+            self._strays.end()
         self._finish_walk()
         self._begin_walk(stage, forward=False)
 
     def end(self, stage: int) -> None:
         """An action of a stage is over: free its parameters, unless they are held."""
         self._finish_walk()
+        if self._strays is not None:
+            self._strays.end()
         if not self._holds:
             for bucket in self._of(stage):
                 bucket.close()
@@ -156,8 +160,8 @@ class Windows:
     def _enter(self, walk: Walk, block: int) -> None:
         if not walk.enter(block):
             raise ValueError(
-                f"The step uses the parameters of block {block} again when the blocks behind it have had theirs, which it"
-                ' did not when its kind first ran. zero_stage=3 with gather="microbatch" has freed them: use'
+                f"The step uses the parameters of block {block} again when the blocks behind it have had their turn,"
+                ' which it did not when its kind first ran; zero_stage=3 with gather="microbatch" has freed them. Use'
                 ' gather="step".'
             )
 

@@ -1,0 +1,175 @@
+"""Stage 3 of ZeRO gathers a block at a time within a micro-batch's forward and backward, and lets gradients go as the
+last backward or W of a stage makes them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.demo.gpt import GPT, Block
+from lightning_parallel.pipeline.weight_grad import waiting
+from lightning_parallel.zero import collectives
+from tests.trainer.hybrids import Mesh, gpt_case, on_meshes
+from tests.trainer.pipelines import Record
+
+BLOCKS = 8
+THREE = {"zero_stage": 3, "gather": "microbatch"}
+BLOCK_BYTES = 4 * sum(p.numel() for p in Block(16, 2, 0.0).parameters())
+
+
+def gpt(kind: type[GPT] = GPT, **options: Any) -> Callable[[], GPT]:
+    warnings.filterwarnings("ignore", message=".*save_hyperparameters")
+    return lambda: kind(vocabulary=19, context=16, width=16, num_blocks=BLOCKS, num_heads=2, **options)
+
+
+class Frozen(GPT):
+    """One block does not train at all, and of another the largest weight does not."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.blocks[1].requires_grad_(False)
+        self.blocks[4].qkv.weight.requires_grad_(False)
+        return super().configure_optimizers()
+
+
+class InPairs(GPT):
+    """Activation checkpoints of the user's own, each around two blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for i in range(0, BLOCKS, 2):
+            x = checkpoint(lambda x, i=i: self.blocks[i + 1](self.blocks[i](x)), x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Weighed(GPT):
+    """The loss reads a block's weight beside its call; another block's result is a view that the step writes to."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for number, block in enumerate(self.blocks):
+            x = block(x.transpose(0, 1)).transpose(0, 1) if number == 5 else block(x)
+            x += 1e-3 * torch.ones(())
+        return self.head(self.norm(x)) + 1e-3 * self.blocks[BLOCKS - 1].up.weight.square().sum()
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tied": (gpt(), {}),
+    "frozen": (gpt(Frozen, tie_embeddings=False), {}),
+    "blocks computed again": (gpt(), {"recompute": "block"}),
+    "stages computed again": (gpt(), {"recompute": "stage"}),
+    "the user's checkpoints": (gpt(InPairs), {}),
+    "weights read outside, views written to": (gpt(Weighed), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("schedule", ["one stage", "1f1b", "interleaved_1f1b", "zb_v"])
+def test_by_block_is_by_step_to_the_bit(schedule: str):
+    """Elements are reduced in one way however they are laid out; only a norm's sum would depend on it."""
+    pipeline, named = (1, {}) if schedule == "one stage" else (2, {"schedule": schedule})
+    jobs = []
+    for make, options in KINDS.values():
+        case = gpt_case(gradient_clip_val=None).but(make=make)
+        ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})
+        jobs += [(case, Mesh(2, pipeline, 1, {**named, **options, **way})) for way in ways]
+    answers = iter(on_meshes(jobs, timeout=380.0))
+    for kind, by_step, by_block in zip(KINDS, answers, answers, strict=True):
+        for ours, theirs in zip(by_block, by_step, strict=True):
+            assert_equal(ours, theirs, kind)
+
+
+def assert_equal(ours: Record, theirs: Record, what: str) -> None:
+    assert all(map(torch.equal, ours.losses, theirs.losses)), what
+    for name, value in theirs.own.items():
+        assert torch.equal(ours.own[name], value), (what, name)
+    for state, other in zip(ours.optimizers, theirs.optimizers, strict=True):
+        assert state["state"].keys() == other["state"].keys()
+        for number, fields in other["state"].items():
+            assert all(torch.equal(state["state"][number][field], value) for field, value in fields.items())
+
+
+class Watched(Callback):
+    """Counts bytes by hand: whole vectors that gathers filled and that still have memory, and gradients."""
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.whole: list[int] = []  # blocks whose parameters have memory, whenever a gather begins
+        self.gradients: list[int] = []  # bytes, whenever a gradient was made
+        self._vectors: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._storages: list[tuple[StorageWeakRef, int]] = []
+        self._counts = False
+        self._blocks: dict[str, list[nn.Parameter]] = {}
+        for entry, parameter in trainer.strategy.pipeline.own:
+            if entry.name.startswith("blocks."):
+                self._blocks.setdefault(entry.name.split(".")[1], []).append(parameter)
+        gather, reduce = collectives._ALL_GATHER, collectives._REDUCE_SCATTER
+        self._before = {gather: getattr(dist, gather), reduce: getattr(dist, reduce)}
+        setattr(dist, gather, self._gather)
+        setattr(dist, reduce, self._reduce)
+        own = [parameter for _, parameter in trainer.strategy.pipeline.own]
+        self._handles = [p.register_post_accumulate_grad_hook(self._made) for p in own if p.requires_grad]
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        self._counts = index > 0  # the first step finds out how blocks are used, with all of them whole
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._counts = False
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+        for handle in self._handles:
+            handle.remove()
+
+    def _gather(self, whole: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._vectors[whole.untyped_storage()._cdata] = (whole.untyped_storage(), whole.nbytes)
+        if self._counts:
+            alive = {number for number, (storage, size) in self._vectors.items() if storage.nbytes() >= size}
+            held = [{p.untyped_storage()._cdata for p in block} for block in self._blocks.values()]
+            self.whole.append(sum(bool(alive & storages) for storages in held))
+        return self._before[collectives._ALL_GATHER](whole, *args, **kwargs)
+
+    def _reduce(self, out: Tensor, whole: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._storages.append((StorageWeakRef(whole.untyped_storage()), whole.nbytes))
+        self._count()
+        return self._before[collectives._REDUCE_SCATTER](out, whole, *args, **kwargs)
+
+    def _made(self, parameter: nn.Parameter) -> None:
+        if type(parameter.grad) is Tensor:
+            self._storages.append((StorageWeakRef(parameter.grad.untyped_storage()), parameter.grad.nbytes))
+            self._count()
+
+    def _count(self) -> None:
+        self._storages = [(storage, size) for storage, size in self._storages if not storage.expired()]
+        if self._counts:
+            of = {storage.cdata: size for storage, size in self._storages}
+            self.gradients.append(sum(of.values()))
+
+
+def watched(trainer: Trainer, module: LightningModule) -> tuple[list[int], list[int]]:
+    found = next(callback for callback in trainer.callbacks if isinstance(callback, Watched))
+    return found.whole, found.gradients
+
+
+@pytest.mark.parametrize("schedule", ["one stage", pytest.param("zb_v", marks=pytest.mark.slow)])
+def test_two_blocks_are_whole_and_few_gradients(schedule: str, monkeypatch: pytest.MonkeyPatch):
+    """A block at work, and the one that comes; gradients of a block, and those of as many as are on their way."""
+    pipeline, named = (1, {}) if schedule == "one stage" else (2, {"schedule": schedule})
+    monkeypatch.setattr(waiting, "IN_ONE_CALL", 1)  # W makes products of so many bytes before it hands them over
+    case = gpt_case(gradient_clip_val=None, callbacks=lambda: [Watched()])
+    jobs = []
+    for recompute in ("none", "block"):
+        options = {**THREE, **named, "num_microbatches": 1, "recompute": recompute}
+        jobs.append((case.but(make=gpt(tie_embeddings=False), at_end=watched), Mesh(2, pipeline, 1, options)))
+    for records in on_meshes(jobs):
+        for whole, gradients in (record.extra for record in records):
+            assert len(whole) >= BLOCKS // pipeline and max(whole) == 2
+            # What is made, what it is copied to, two on their way, and what lies outside of blocks.
+            assert BLOCK_BYTES <= max(gradients) < 4.5 * BLOCK_BYTES, max(gradients) / BLOCK_BYTES
