@@ -53,34 +53,31 @@ def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
     products: list[Product] = []
     leaves: list[Tensor] = []
     ends: list[Node] = []
-    whole = False
-    seen: set[Node] = set()
-    now = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots]
-    while now:
-        following: list[Node] = []
-        for node in now:
-            if node in seen:
-                continue
-            seen.add(node)
-            kind = _kinds.get(type(node)) or _kind_of(type(node))
-            if kind is _LEAF:
-                leaves.append(node.variable)  # type: ignore[attr-defined]
-                continue
-            edges = node.next_functions
-            if kind is not _PLAIN:
-                if kind is _WHOLE:
-                    whole = True
-                elif (found := product_of(kind, node, edges)) is not None:  # type: ignore[arg-type]
-                    slot, product = found
-                    products.append(product)
-                    edges = edges[:slot] + edges[slot + 1 :]
-            number = len(following)
-            for behind, _ in edges:
-                if behind is not None:
-                    following.append(behind)
-            if len(following) == number:
-                ends.append(node)
-        now = following
+    whole, kinds = False, _kinds
+    nodes = list({(r if isinstance(r, GradientEdge) else get_gradient_edge(r)).node: None for r in roots})
+    seen = set(nodes)
+    for node in nodes:  # grows as it goes
+        kind = kinds.get(type(node)) or _kind_of(type(node))
+        if kind is _LEAF:
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+            continue
+        edges = node.next_functions
+        if kind is not _PLAIN:
+            if kind is _WHOLE:
+                whole = True
+            elif (found := product_of(kind, node, edges)) is not None:  # type: ignore[arg-type]
+                slot, product = found
+                products.append(product)
+                edges = edges[:slot] + edges[slot + 1 :]
+        ends_here = True
+        for behind, _ in edges:
+            if behind is not None:
+                ends_here = False
+                if behind not in seen:
+                    seen.add(behind)
+                    nodes.append(behind)
+        if ends_here:
+            ends.append(node)
     met = set(map(id, leaves))
     products = [product for product in products if id(product.way.parameter) not in met]
     return Plan(products, [*leaves, *(GradientEdge(node, 0) for node in ends)], whole)

@@ -48,7 +48,7 @@ def reader(name: str) -> Callable[[Any], Factor]:
         except RuntimeError as error:  # a function that is not Python's
             raise CannotRead from error
         if unpack is None:
-            return getattr(node, saved_name).detach()  # as it is saved it knows all the graph before it
+            return getattr(node, saved_name).data  # as it is saved it knows all the graph before it; no operator runs
         if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
             _expect_two_readings(raw.data)
         return lambda: getattr(node, saved_name).detach()
