@@ -43,7 +43,7 @@ class Degrees:
         free = [f"{axis}_parallel_size" for axis, size in self.sizes.items() if size is None]
         if len(free) > 1:
             raise ValueError(f"{' and '.join(free)} are both None. One size may be left to follow from the devices.")
-        if isinstance(self.order, str) or sorted(map(str, self.order)) != sorted(AXES):
+        if not isinstance(self.order, Sequence) or sorted(map(str, self.order)) != sorted(AXES):
             raise ValueError(f"mesh_order={self.order!r}: give {', '.join(AXES)} in some order, outermost first.")
 
     def axes(self, world_size: int) -> dict[str, int]:

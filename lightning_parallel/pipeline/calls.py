@@ -60,8 +60,8 @@ NOT_BETWEEN = (
     " last call."
 )
 NOT_INTO = (
-    "Here it does so between calls of the model, all of which a stage makes before later stages run: use an operator that"
-    " is not in place (h = h + block(h), not h += block(h))."
+    "Here it does so between calls of the model, all of which a stage makes before later stages run: use an operator"
+    " that is not in place (h = h + block(h), not h += block(h))."
 )
 THROUGH_BLOCKS = "Pass the value through every block between, or set skip_connections=True."
 NEARER = (

@@ -51,9 +51,9 @@ class Cut:
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         chain = [self._blocks[block] for block in sorted(self._blocks)]
         self._pace = _pace(chain, {x for x in chain if next(model.get_submodule(x).parameters(), None) is not None})
-        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.enable_nested_tensor]
+        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
         for encoder in self._nested:
-            encoder.enable_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
+            encoder.use_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
         for number, unit in enumerate(layout.units):
             module = model.get_submodule(unit.name)
             inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
@@ -105,7 +105,7 @@ class Cut:
     def release(self) -> None:
         """Give every module its own class back."""
         for encoder in self._nested:
-            encoder.enable_nested_tensor = True
+            encoder.use_nested_tensor = True
         for module in self.model.modules():
             let_go(module)
 

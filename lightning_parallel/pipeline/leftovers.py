@@ -71,7 +71,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def call_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-    """Call another stage's module's forward hooks with Phantoms, as its call would have; returns the result.
+    """Call another stage's module's hooks with Phantoms, as its call would have; returns the result.
 
     Raises:
         PhantomError: something has replaced the module's forward to record what it returns.
@@ -82,11 +82,25 @@ def call_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             " and output_attentions of transformers do), and this module runs on another stage. Switch it off, or"
             " choose blocks= so that producer and reader share a stage."
         )
+    if module._forward_hooks:
+        args, kwargs = _call_pre_hooks(module, args, kwargs)
     for number, hook in list(module._forward_hooks.items()):
         with_kwargs = number in module._forward_hooks_with_kwargs
         new = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
         result = result if new is None else new
     return result
+
+
+def _call_pre_hooks(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Those in front of forward hooks, as a profiler begins in the one what it ends in the other."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if type(hook).__module__.startswith("torch.nn.utils."):  # makes weights, which are not here
+            continue
+        with_kwargs = number in module._forward_pre_hooks_with_kwargs
+        new = hook(module, args, kwargs) if with_kwargs else hook(module, args)
+        if new is not None:
+            args, kwargs = new if with_kwargs else (new if isinstance(new, tuple) else (new,), kwargs)
+    return args, kwargs
 
 
 @dataclass

@@ -136,11 +136,7 @@ class StageRun:
         self._recomputes_blocks = cut.recomputes_blocks(stage)
         sends_results = any(isinstance(place, tuple) for place in keep or ())
         self.plain = (
-            not learn
-            and not self._recomputes_blocks
-            and not sends_results
-            and not going.after
-            and cut.windows is None
+            not learn and not self._recomputes_blocks and not sends_results and not going.after and cut.windows is None
         )
         self._replaying = False
         self._lent: list[tuple[ForeignParameter, Tensor]] = []

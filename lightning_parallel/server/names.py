@@ -22,6 +22,7 @@ _BOUNDED: dict[str, Callable[[int], Consistency]] = {"ssp": SSP, "essp": ESSP, "
 _FREE = ("async", "downpour")
 NAMES = ("bsp", *_BOUNDED, *_FREE)
 DEFAULT_STALENESS = 3
+_UNKNOWN = f"consistency={{!r}}: use one of {', '.join(NAMES)}, or a rule of server.consistency."
 
 
 def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Consistency:
@@ -44,6 +45,8 @@ def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Con
         if staleness is not None:
             raise ValueError(f"staleness={staleness} beside {consistency!r}: give it to the rule.")
         return consistency
+    if not isinstance(consistency, str):
+        raise ValueError(_UNKNOWN.format(consistency))
     if consistency == "bsp":
         if staleness:
             raise ValueError(f'consistency="bsp" with staleness={staleness}: nothing is stale. Use "ssp".')
@@ -57,7 +60,7 @@ def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Con
             'consistency="sandblaster": its L-BFGS takes steps of all workers together, by products and line searches,'
             " which no Trainer loop has. Use lightning_parallel.server.sandblaster, or another consistency."
         )
-    raise ValueError(f"consistency={consistency!r}: use one of {', '.join(NAMES)}, or a rule of server.consistency.")
+    raise ValueError(_UNKNOWN.format(consistency))
 
 
 def gap_bound(rule: Consistency) -> int | None:

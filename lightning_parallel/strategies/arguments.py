@@ -25,8 +25,13 @@ def is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def all_are(values: Any, kind: type) -> bool:
-    """Whether values are a sequence, no string and not empty, of one kind."""
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number, no bool, above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def all_are(values: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether values are a sequence, no string and not empty, of one kind, or of several kinds."""
     return (
         isinstance(values, Sequence)
         and not isinstance(values, str)
@@ -39,13 +44,18 @@ def read_schedule(schedule: str | Path | Schedule, num_microbatches: int | None)
     """A schedule as `PipelineStrategy` takes it: its name, which is known, or the schedule itself, which is checked.
 
     Raises:
-        ValueError: there is none of that name, it cannot run, or it is for another number of micro-batches.
+        ValueError: there is none of that name, or no such file, it cannot run, or it is for another number of
+            micro-batches.
     """
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         if schedule.strip().lower() == "auto":
             return "auto"
         schedules.find(schedule)  # raises for an unknown name, here where the user can see it
         return schedule
+    if not isinstance(schedule, Schedule) and not Path(schedule).is_file():
+        raise ValueError(
+            f"schedule={str(schedule)!r}: there is no such file in {Path.cwd()}. Give the path of a CSV file."
+        )
     read = schedule if isinstance(schedule, Schedule) else Schedule.from_csv(schedule)
     read.check(receive_ahead=max(map(len, read.actions), default=0))  # the engine never waits in a send
     if num_microbatches not in (None, read.num_microbatches):

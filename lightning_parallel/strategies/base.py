@@ -71,8 +71,8 @@ class MeshStrategy(MeshCollectives):
             raise ValueError(
                 f"patience={patience!r}: use lightning_parallel.failure.patience.Patience(...), seconds by name."
             )
-        if not isinstance(timeout, timedelta):
-            raise ValueError(f"timeout={timeout!r}: use datetime.timedelta(minutes=...).")
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ValueError(f"timeout={timeout!r}: use datetime.timedelta(minutes=...), above 0.")
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

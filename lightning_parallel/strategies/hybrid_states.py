@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.strategies.arguments import refuse_arguments
+from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
 from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
 from lightning_parallel.trainer.holders import model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -62,7 +63,7 @@ class DividedPipeline(DividedCheckpoints):
                 gather == "step" or (gather == "microbatch" and zero_stage == 3),
                 '"step", or "microbatch" with zero_stage=3',
             ),
-            bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
+            bucket_mb=(bucket_mb, is_positive(bucket_mb) and isfinite(bucket_mb), "a size above 0"),
             master_weights=(master_weights, isinstance(master_weights, bool), "True or False"),
             offload=(
                 offload,

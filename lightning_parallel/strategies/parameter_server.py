@@ -30,7 +30,7 @@ from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.server.updates import Update
-from lightning_parallel.strategies.arguments import is_count, refuse_arguments
+from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.meeting import MeetingStrategy
@@ -56,6 +56,8 @@ from lightning_parallel.trainer.versions import Versions
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import ClusterEnvironment
+
+_FILTER_WORDS = "a list of selectors and number formats of lightning_parallel.server.filters, such as [TopK(0.1)]"
 
 
 class ParameterServerStrategy(MeetingStrategy):
@@ -132,6 +134,8 @@ class ParameterServerStrategy(MeetingStrategy):
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
             server_nodes=(server_nodes, server_nodes is None or is_count(server_nodes, 1), "a count, 1 or more"),
             restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
+            lease=(lease, is_positive(lease), "a number of seconds above 0"),
+            filters=(filters, not filters or all_are(filters, (Selector, Precision)), _FILTER_WORDS),
             island_size=(island_size, is_count(island_size, 1), "a count, 1 or more"),
             **{name: (value, is_count(value, 1), "a count, 1 or more") for name, value in counts.items()},
         )

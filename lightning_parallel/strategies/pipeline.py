@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
-from lightning_parallel.strategies.arguments import all_are, is_count, read_schedule, refuse_arguments
+from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, read_schedule, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
 from lightning_parallel.trainer.directions import Directions
@@ -140,7 +140,7 @@ class PipelineStrategy(PipelineGradients):
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
             memory_limit=(
                 memory_limit,
-                memory_limit is None or (memory_limit > 0 and schedule == "auto"),
+                memory_limit is None or (is_positive(memory_limit) and schedule == "auto"),
                 'a number of bytes above 0, with schedule="auto"',
             ),
             check_loss=(check_loss, isinstance(check_loss, bool), "True or False"),

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.mesh import build_mesh
-from lightning_parallel.strategies.arguments import all_are, is_count, refuse_arguments
+from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
@@ -128,7 +129,7 @@ class ZeROStrategy(ZeROCheckpoints):
         **kwargs: Any,
     ) -> None:
         super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        refuse_arguments(self, stage=(stage, stage in _ENGINES, "1, 2 or 3"))
+        refuse_arguments(self, stage=(stage, is_count(stage, 1) and stage in _ENGINES, "1, 2 or 3"))
         engines = _ENGINES[stage]
         engine = engine or engines[0]
         words = " or ".join(f'"{name}"' for name in engines)
@@ -151,7 +152,7 @@ class ZeROStrategy(ZeROCheckpoints):
                 "True or False, and False without activation_checkpointing",
             ),
             prefetch=(prefetch, prefetch in get_args(Prefetch), '"none", "forward" or "both"'),
-            bucket_mb=(bucket_mb, isinstance(bucket_mb, (int, float)) and bucket_mb > 0, "a size above 0"),
+            bucket_mb=(bucket_mb, is_positive(bucket_mb) and isfinite(bucket_mb), "a size above 0"),
             shard_size=(
                 shard_size,
                 shard_size is None or (is_count(shard_size, 1) and engine != "deepspeed"),
@@ -366,6 +367,13 @@ class ZeROStrategy(ZeROCheckpoints):
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, and behind it no rank computes with weights of before."""
+        stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.end_step()
+        return stepped
 
     @contextmanager
     def block_backward_sync(self) -> Any:

@@ -79,12 +79,17 @@ class Plan:
         name: of the strategy, for messages.
 
     Raises:
-        ValueError: there is more than one optimizer, or the servers do not know it.
+        ValueError: there is none or more than one optimizer, or the servers do not know it.
     """
 
     def __init__(self, wishes: Wishes, optimizers: Sequence[Optimizer], num_workers: int, name: str) -> None:
         if len(optimizers) != 1:
             raise ValueError(f"{name} got {len(optimizers)} optimizers, but a clock is one optimizer's step. Use one.")
+        if type(optimizers[0]).__name__ == "_MockOptimizer":  # Lightning's
+            raise ValueError(
+                f"{name} has the servers make an optimizer's steps, and configure_optimizers returned None. Return an"
+                ' optimizer, or train without one under another strategy ("ddp").'
+            )
         self.wishes, self.num_workers = wishes, num_workers
         self.optimizer = optimizers[0]
         groups = groups_of(self.optimizer)

@@ -43,6 +43,11 @@ def refuse_optimizer(optimizer: Optimizer, who: str) -> None:
     name = type(optimizer).__name__
     if type(optimizer) in KNOWN:
         return
+    if name == "_MockOptimizer":  # Lightning's
+        raise ValueError(
+            f"{who} divides the states of an optimizer, and configure_optimizers returned None. Return an optimizer, or"
+            ' train without one under another strategy ("ddp").'
+        )
     reason = _REASONS.get(name) if type(optimizer).__module__.startswith("torch.") else None
     reason = reason or _difference(optimizer)
     if reason is not None:

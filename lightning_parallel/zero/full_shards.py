@@ -26,6 +26,7 @@ from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
 from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import (
+    called,
     cut_like,
     find_blocks,
     keep_dtype,
@@ -78,6 +79,9 @@ class ShardedEngine:
         options: how.
         control: a group for host tensors.
         copies: other modules of the same structure that are sharded alike.
+
+    Raises:
+        ValueError: `whole_module` is False, and a parameter lies outside of all modules that are called.
     """
 
     def __init__(
@@ -116,8 +120,8 @@ class ShardedEngine:
         broadcast_together([b for b in module.buffers() if not b.is_meta], None, 0)
         if options.master:
             keep_dtype(module, torch.float32)
-        roots = [module] if options.whole_module else list(module.children())
-        return Sharding(
+        roots = [module] if options.whole_module else list(called(module.children()))
+        sharding = Sharding(
             module,
             find_blocks(module, options.blocks),
             roots,
@@ -129,6 +133,14 @@ class ShardedEngine:
             mp_policy=MixedPrecisionPolicy(param_dtype=options.compute),
             offload_policy=CPUOffloadPolicy(pin_memory=cuda) if options.offload else OffloadPolicy(),
         )
+        left = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+        if left:
+            raise ValueError(
+                f'engine="fsdp2" with manual optimization gathers the parameters of a module when it is called, and'
+                f" `{left[0]}` belongs to no module of {type(module).__name__} that is. Put it into a module with a"
+                ' forward, or use ZeROStrategy(stage=2, engine="native").'
+            )
+        return sharding
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -140,6 +152,11 @@ class ShardedEngine:
     def begin_evaluation(self) -> None:
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
+
+    def end_step(self) -> None:
+        """After an optimizer's step."""
+        for sharding in self._shardings:
+            sharding.free()
 
     def backward(self) -> AbstractContextManager[None]:
         """Around a backward."""

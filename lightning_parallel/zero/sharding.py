@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import pairwise
 from types import MappingProxyType, MethodType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
@@ -47,11 +47,13 @@ class Sharding:
     ) -> None:
         self.module = module
         self._footprints = Footprints(module.modules())
+        self._parts: list[FSDPModule] = []
         for part in [*blocks, *roots]:
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
                 kind = type(part)
                 fully_shard(part, **{**options, **(of_roots if any(part is root for root in roots) else {})})
                 type(part).__name__ = kind.__name__  # summaries and profilers show it
+                self._parts.append(cast(FSDPModule, part))
         if isinstance(module, FSDPModule):
             _gather_around(module, methods)
         for block, following in pairwise(blocks) if prefetch != "none" else ():
@@ -59,6 +61,11 @@ class Sharding:
             if prefetch == "both":
                 following.set_modules_to_backward_prefetch([block])  # type: ignore[operator]
         self._footprints.noted()
+
+    def free(self) -> None:
+        """Free what a forward without a backward left gathered; after an optimizer's step it would be out of date."""
+        for part in self._parts:
+            part.reshard()
 
     def undo(self) -> None:
         """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective."""

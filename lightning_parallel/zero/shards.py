@@ -6,7 +6,7 @@ What lies outside of blocks belongs to the root. Left out: shards by other dimen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,21 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str] = "auto") -> list
         found = list(_named(module, blocks).children())
     else:
         found = [_named(module, name) for name in blocks]
-    return [block for block in found if _has_parameters(block) and not _shares(module, block)]
+    return [block for block in called(found) if _has_parameters(block) and not _shares(module, block)]
+
+
+def called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Modules, and in place of those that have no forward (`ModuleList`, `ModuleDict`) what they hold.
+
+    Example:
+        >>> [type(m).__name__ for m in called([nn.ModuleList([nn.Linear(2, 2), nn.Tanh()]), nn.ReLU()])]
+        ['Linear', 'Tanh', 'ReLU']
+    """
+    for module in modules:
+        if type(module).forward is nn.Module.forward:
+            yield from called(module.children())
+        else:
+            yield module
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, Mlp, chain, row_loader
@@ -146,9 +147,22 @@ class Watches(SumsWhatAHookSaw):
         return self.loss(batch)
 
 
+class Times(SumsWhatAHookSaw):
+    """Two hooks on every module, of which the second needs what the first did, as those of Lightning's profiler."""
+
+    def collect(self) -> None:
+        self.begun: dict[str, int] = {}
+        prune.l1_unstructured(self.net[1][0], "weight", 0.5)  # makes the weight in a hook before the forward
+        for name, part in self.net.named_modules():
+            part.register_forward_pre_hook(lambda module, args, name=name: self.begun.update({name: 1}))
+            part.register_forward_hook(lambda module, args, output, name=name: self.seen.append(self.begun.pop(name)))
+
+    training_step = Watches.training_step
+
+
 def test_what_is_collected_and_not_used_and_a_module_that_was_moved_are_as_in_one_process():
     moved = Case(NamesLate, row_loader, {"stages": {"table": 0}})
-    cases = [Case(Watches, row_loader), moved]
+    cases = [Case(Watches, row_loader), Case(Times, row_loader), moved]
     for num_stages in (2, 4):
         for case, records in zip(cases, many_on_stages(cases, num_stages), strict=True):
             assert_same(records, one_process(case))

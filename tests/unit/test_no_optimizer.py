@@ -1,0 +1,15 @@
+"""A `configure_optimizers` that returns None, which Lightning allows, has nothing to divide and nothing to serve."""
+
+import pytest
+from lightning.pytorch.core.optimizer import _MockOptimizer
+
+from lightning_parallel import ParameterServerStrategy
+from lightning_parallel.trainer.server_plan import Plan
+from lightning_parallel.zero.elementwise import refuse_optimizer
+
+
+def test_no_optimizer_is_refused_by_what_was_returned():
+    with pytest.raises(ValueError, match=r"ZeROStrategy divides .+ and configure_optimizers returned None"):
+        refuse_optimizer(_MockOptimizer(), "ZeROStrategy")
+    with pytest.raises(ValueError, match=r"P has the servers make .+ and configure_optimizers returned None"):
+        Plan(ParameterServerStrategy().wishes, [_MockOptimizer()], 2, "P")
