@@ -122,7 +122,8 @@ class StageRun:
         self.wanted: dict[Leaf, None] = {}
         self.wanted_for: dict[int, tuple[Leaf, ...]] = {}
         self.by_position: set[Leaf] = set()
-        self._keep, self._made_for, self._made = keep, made_for, dict[Leaf, Tensor]()
+        self._keep, self._made_for = keep, made_for
+        self._made, self._aside = dict[Leaf, Tensor](), dict[Leaf, Tensor]()  # what units made; what of it is handed on
         for place, value in inputs.items():
             if isinstance(place, tuple):
                 self._put_by(place, value)
@@ -248,10 +249,12 @@ class StageRun:
 
     def _put_by(self, leaf: Leaf, tensor: Tensor) -> None:
         """Keep a unit's result as it is now: where the run hands it on, the step has gone on."""
-        is_sent = leaf in (self._keep or ())
-        self._made[leaf] = tensor.clone() if is_sent and not torch.is_grad_enabled() else tensor
-        if is_sent:
-            self.versions[leaf] = version_of(self._made[leaf])
+        self._made[leaf] = tensor
+        if self.record is not None:
+            self._aside[leaf] = tensor
+        elif leaf in (self._keep or ()):  # the step may write into it; a copy, where nothing saves it
+            self._aside[leaf] = tensor if torch.is_grad_enabled() else tensor.clone()
+            self.versions[leaf] = version_of(tensor)
 
     def fetch(self, leaf: Leaf) -> Tensor | None:
         """What a unit of an earlier stage returned, if it came by this stage."""
@@ -461,7 +464,7 @@ class StageRun:
         """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""
         self.outputs = self.outputs or {}
         self.outputs.update(enumerate(leaves, self._left))
-        self.outputs.update(self._made.items())
+        self.outputs.update(self._aside.items())
         self._left += len(leaves)
 
     def _refuse_phantoms(self, tree: Any, doing: str, remedy: str | None = None) -> None:

@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, Mlp, chain, row_loader
-from tests.trainer.pipelines import Case, assert_same, failure_of, many_on_stages, one_process
+from tests.trainer.pipelines import Case, assert_parity, assert_same, failure_of, many_on_stages, one_process
 
 CUT = {"blocks": ["fc1", "fc2", "fc3", "fc4"]}
 
@@ -78,9 +78,16 @@ class SumsWhatAHookSaw(Classifier):
 class ChecksCallsAgain(Mlp):
     """Checkpoints a function that calls a module twice."""
 
+    keeps_random_state = True
+
     def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(lambda x: self.fc1(x) + self.fc1(-x), x, use_reentrant=False)
+        options = {"use_reentrant": False, "preserve_rng_state": self.keeps_random_state}
+        h = checkpoint(lambda x: self.fc1(x) + self.fc1(-x), x, **options)
         return self.fc4(self.fc3(self.fc2(h)))
+
+
+class ChecksCallsWithoutRandomState(ChecksCallsAgain):
+    keeps_random_state = False
 
 
 class Reads(nn.Module):
@@ -127,7 +134,10 @@ REFUSED = [
     (compiled_in_place, "`net` is compiled as a whole, and the pipeline cuts it into net.blocks.0, ... . Compile the"),
     (SumsAList, "The step returns a value computed from `seen` set beside the output of `net.1` (stage 0), whose data"),
     (SumsWhatAHookSaw, "The step returns a value computed from the output of `net.0.0` (stage 0), whose data stage 1"),
-    (ChecksCallsAgain, "A recomputation calls `fc1` (stage 0), which the step calls more than once: which call it"),
+    (
+        ChecksCallsWithoutRandomState,
+        "A recomputation calls `fc1` (stage 0), which the step calls more than once: which call it",
+    ),
     (HooksLate, "A forward hook on `net.0.0` of stage 0 was registered after that stage had said what its hooks see."),
     (NamesLate, 'Move its module with stages={"table": 0}.'),
 ]
@@ -137,6 +147,10 @@ REFUSED = [
 def test_refused(make_module: Any, text: str):
     options = CUT if isinstance(make_module, type) and issubclass(make_module, Mlp) else {}
     assert text in failure_of(Case(make_module, row_loader, options, validate=False))
+
+
+def test_calls_of_a_module_within_one_recomputation_are_told_apart():
+    assert_parity(Case(ChecksCallsAgain, row_loader, CUT), stages=(2,))
 
 
 class Watches(SumsWhatAHookSaw):

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.demo import HuggingFaceLM
@@ -57,6 +58,25 @@ class SharedActivation(RDrop):
 
 
 class RDropDrops(RDrop):
+    rate = 0.3
+
+    def second(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Checkpointed(RDrop):
+    """The user's own checkpointing, around one block or around two that may lie on two stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = list(self.net)
+        for block in blocks[:5]:
+            x = checkpoint(block, x, use_reentrant=False)
+        for pair in zip(blocks[5::2], blocks[6::2], strict=False):
+            x = checkpoint(nn.Sequential(*pair).forward, x, use_reentrant=False)
+        return x
+
+
+class CheckpointedDrops(Checkpointed):
     rate = 0.3
 
     def second(self, x: Tensor) -> Tensor:
@@ -167,6 +187,7 @@ SAME = {
     "R-Drop, recomputed": Case(RDrop, row_loader, {"recompute": "stage"}, {"accumulate_grad_batches": 2}),
     "R-Drop, blocks recomputed": Case(RDrop, row_loader, {"recompute": "block"}, **QUIET),
     "R-Drop, gpipe, other shapes": Case(RDrop, lambda: row_loader((8, 6, 5)), {"schedule": "gpipe"}, **QUIET),
+    "R-Drop, checkpointed": Case(Checkpointed, row_loader, {"blocks": "net"}, **QUIET),
     "R-Drop in bf16": Case(RDrop, row_loader, {}, {"precision": "bf16-mixed"}, **QUIET),
     "R-Drop, an activation shared": Case(SharedActivation, row_loader, {"partition": "count"}, **QUIET),
     "SimCLR": Case(SimCLR, row_loader, ONE),
@@ -230,6 +251,15 @@ def test_dropout_of_every_call_is_the_same_on_any_layout():
         for name, value in one.weights.items():
             # The two calls' gradients of a weight are added up in one backward, in an order that autograd chooses.
             torch.testing.assert_close(records[0].weights[name], value, **WEIGHTS)
+
+
+def test_a_recomputation_draws_what_its_call_drew():
+    case = Case(RDropDrops, row_loader, {"blocks": "net"}, **QUIET)
+    checkpointed = case.but(make=CheckpointedDrops)
+    for (kept, _), (recomputed, _) in [many_on_stages([case, checkpointed], 2)]:
+        assert torch.equal(torch.stack(recomputed.losses), torch.stack(kept.losses))
+        for name, value in kept.weights.items():
+            torch.testing.assert_close(recomputed.weights[name], value, **WEIGHTS)
 
 
 def normed_loop(net: nn.Sequential, num_microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -384,6 +414,32 @@ class WritesBehind(Mlp):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(-x), y)
 
 
+class ResidualInPlace(Classifier):
+    """Adds to what came from another stage where it lies, and does so in two calls."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.start = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.head, self.calls = nn.Linear(WIDTH, CLASSES), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start(x)
+        for block in self.blocks:
+            h += block(h)
+        return self.head(h)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return sum(F.cross_entropy(self(x - call), y) for call in range(self.calls))  # type: ignore[return-value]
+
+
+class ResidualInPlaceOnce(ResidualInPlace):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 1
+
+
 class Says(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), lambda: None
@@ -422,6 +478,11 @@ REFUSED = [
         {},
         "Here it does so between calls of the model, all of which a stage makes before later stages run",
     ),
+    (
+        ResidualInPlace,
+        {"blocks": "blocks"},
+        "all of which a stage makes before later stages run: use an operator that is not in place (h = h + block(h),",
+    ),
     (SaysTooMuch, CUT, "What the modules of stage 1 return cannot be described to the other stages: "),
     (WritesBehind, CUT, "The step writes into an argument of `fc3` after it called it, and before it calls it again:"),
     (OnceAndThenTwice, {}, "Module `net.0` (stage 0) is called again in one step, and stage 0 has ended by then. Call"),
@@ -429,6 +490,10 @@ REFUSED = [
     (RDrop, {"dynamic_shapes": True}, "as often in every step as in the first of its kind (and leave dynamic_shapes"),
     (SimCLR, {}, "The loss is not a mean over rows. Give PipelineStrategy(loss_weight="),
 ]
+
+
+def test_a_value_of_another_stage_may_be_added_to_in_place_where_the_model_is_called_once():
+    assert_parity(Case(ResidualInPlaceOnce, row_loader, {"blocks": "blocks"}), stages=(4,))
 
 
 class ValidatesWithWrites(WritesBehind):

@@ -171,3 +171,41 @@ class DrawsFrom(UNet):
 def test_what_cannot_be_computed_again_is_refused(make_module: Any):
     message = failure_of(Case(make_module, row_loader, {**SKIP, "blocks": BLOCKS, "check_loss": False}), 4)
     assert "computed from the output of `down.0` (stage 0), whose data stage" in message
+
+
+class WritesBetweenCalls(UNet):
+    """Writes into a value of the first stage when the last one has used it, and before the model is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = h = self.down[0](x)
+        for block in list(self.down)[1:]:
+            h = block(h)
+        for block in self.up:
+            h = torch.tanh(block(torch.cat([h, self.first * 0.5], dim=-1)))
+        return self.head(h)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        before = F.cross_entropy(self(x), y)
+        self.first.mul_(0.5)
+        return before + F.cross_entropy(self(-x), y)
+
+
+def test_a_value_that_is_written_into_when_it_has_been_used_is_refused_in_training():
+    case = Case(WritesBetweenCalls, row_loader, {**SKIP, "blocks": BLOCKS, "partition": [2, 2, 2, 2]})
+    message = "The step writes into what `down.0` returned, which a later stage uses as it was before: stage 0 sends it"
+    assert message in failure_of(case.but({"check_loss": False}), 4)
+
+
+class ValidatesWithWrites(WritesBetweenCalls):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_without_gradients_it_may_be_written_into():
+    case = Case(ValidatesWithWrites, row_loader, {**SKIP, "blocks": BLOCKS, "partition": [2, 2, 2, 2]})
+    assert_parity(case, stages=(4,))
