@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Contract, Values
+from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.phantom import Leaf
-from lightning_parallel.pipeline.stage import Place, UnitOutputs
+from lightning_parallel.pipeline.stage import UnitOutputs
 
 
 @dataclass

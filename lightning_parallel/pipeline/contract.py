@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_parallel.pipeline.calls import ONCE, Going
-from lightning_parallel.pipeline.stage import Place, UnitOutputs
+from lightning_parallel.pipeline.goods import Place
+from lightning_parallel.pipeline.stage import UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta
 
 Values = dict[Place, tuple[TensorMeta, bool]]  # what is known of values, and whether they carry a gradient

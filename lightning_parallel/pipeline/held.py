@@ -15,8 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.contract import Contract
+from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.inbox import Inbox
-from lightning_parallel.pipeline.stage import Place, StageRun
+from lightning_parallel.pipeline.stage import StageRun
 
 
 @dataclass
@@ -56,4 +57,4 @@ class Held:
             for place in contract.travelling():
                 if contract.values[place][1]:
                     self.edges[place] = get_gradient_edge(run.outputs[place])
-        run.outputs = None
+        run.drop_outputs()

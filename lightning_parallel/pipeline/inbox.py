@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.contract import Contract
-from lightning_parallel.pipeline.stage import Place
+from lightning_parallel.pipeline.goods import Place
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Receive` require a gradient
 

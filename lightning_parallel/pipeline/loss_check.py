@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.snapshot import untouched
-from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import TensorMeta
 
 Received = tuple[Mapping[Place, Tensor], UnitOutputs]  # values by position, and what the units before return

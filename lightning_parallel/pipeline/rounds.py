@@ -26,10 +26,11 @@ from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, I
 from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Values
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.phantom import PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
-from lightning_parallel.pipeline.stage import Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
 from lightning_parallel.pipeline.values import describe
 from lightning_parallel.pipeline.work import StepWork
 
@@ -149,7 +150,7 @@ class Rounds:
             _hand(seat.departure, after, tensors)
         going = Going(run.exits, run.after_exit if skips else 0)
         return Passed(
-            run.record or {}, values, going, run.needed or (), tuple(run.wanted), run.wanted_for,
+            run.record or {}, values, going, run.needed or (), run.wanted, run.wanted_for,
             frozenset(run.by_position), run.has_ended, stopped or run.doubt,
         )  # fmt: skip
 

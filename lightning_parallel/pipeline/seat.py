@@ -21,9 +21,10 @@ from lightning_parallel.pipeline.calls import ONCE
 from lightning_parallel.pipeline.channel import AnyReceipt
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
+from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.held import Held
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import CalledAgain, Place, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import CalledAgain, StageRun, UnitOutputs
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -214,7 +215,7 @@ class Seat:
             assert work.loss_of is not None
             held.loss = work.loss_of(result)
         elif held.again:
-            held.run.outputs = None
+            held.run.drop_outputs()
         else:
             held.keep_edges()
         self._held[held.run.microbatch] = held

@@ -14,7 +14,7 @@ Left out is what needs a later stage's result on an earlier one; it raises, nami
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.calls import ONCE, Going, nth
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.entry import Entry, NotSent
+from lightning_parallel.pipeline.exit import Exit
+from lightning_parallel.pipeline.goods import Goods, Place
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.leftovers import (
     call_hooks,
@@ -38,21 +41,17 @@ from lightning_parallel.pipeline.leftovers import (
 )
 from lightning_parallel.pipeline.partition import Unit
 from lightning_parallel.pipeline.phantom import (
-    ForeignParameter,
     Leaf,
     Overwritten,
     Phantom,
     PhantomError,
     Unread,
-    bound,
     phantoms_in,
     version_of,
-    with_values,
 )
 from lightning_parallel.pipeline.random_streams import repeated
-from lightning_parallel.pipeline.values import describe, realize, summon
+from lightning_parallel.pipeline.values import describe, summon
 
-Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
 
@@ -75,19 +74,11 @@ class StageRun:
         made_for: positions among the first block's arguments of what the stage before would only compute for this one;
             with `learn`, they are computed here, if they can be.
         going: when the run is over, and whether it only finds that out.
+        inputs: received values by their position among the first block's arguments (those of its later calls counted
+            on), and units' results by `Leaf`.
 
     Attributes:
-        inputs: received values by their position among the first block's arguments (those of its later calls counted
-            on), and those that come by this stage from units before it, by `Leaf`.
         known: what the units of other stages return.
-        needed: positions of the arguments that were Phantoms at the first block, in order; set when it is reached.
-        wanted: what else of earlier units was needed, in order.
-        wanted_for: what of earlier units was needed for nothing but an output, by its position (with `learn` and
-            `keep`).
-        by_position: units' results that are among the first block's arguments.
-        outputs: what may be sent, set where the next stage's first block is called: leaves of its arguments by
-            position, and by `Leaf` what units up to there returned (all of it where the run learns).
-        versions: how often outputs had been written to when they were set aside, where they are sent later.
         exits, after_exit: how often that block was called, and how many calls of this stage's units came since.
         record: if not None, filled with what this stage's units return.
         called: how often each unit was called so far, by name.
@@ -114,35 +105,55 @@ class StageRun:
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.is_last = stage == cut.layout.num_stages - 1
-        self.inputs, self.known = inputs, known
+        self.known = known
         self.record: UnitOutputs | None = {} if learn else None
-        self.needed: tuple[int, ...] | None = () if stage == 0 else None
-        self.outputs: dict[Place, Any] | None = None
-        self.versions: dict[Place, int] = {}
-        self.wanted: dict[Leaf, None] = {}
-        self.wanted_for: dict[int, tuple[Leaf, ...]] = {}
-        self.by_position: set[Leaf] = set()
-        self._keep, self._made_for = keep, made_for
-        self._made, self._aside = dict[Leaf, Tensor](), dict[Leaf, Tensor]()  # what units made; what of it is handed on
-        for place, value in inputs.items():
-            if isinstance(place, tuple):
-                self._put_by(place, value)
+        self._goods = Goods(inputs, keep, learn)
+        self._entry, self._exit = Entry(stage, self._goods, made_for), Exit(self._goods)
         self.called: dict[str, int] = {}
         self.began: dict[tuple[str, int], int] = {}
         self.again, self.going = again, going
         self.exits = self.after_exit = 0
         self.has_ended, self.doubt = False, ""
-        self._entered = [0]  # leaves of the first block's arguments before its first call, its second one, ...
-        self._left = 0  # leaves of the next stage's first block's arguments so far
         self._recomputes_blocks = cut.recomputes_blocks(stage)
         sends_results = any(isinstance(place, tuple) for place in keep or ())
         self.plain = (
             not learn and not self._recomputes_blocks and not sends_results and not going.after and cut.windows is None
         )
         self._replaying = False
-        self._lent: list[tuple[ForeignParameter, Tensor]] = []
-        self._grad = torch.is_grad_enabled()
         self._first_block = cut.layout.bounds[stage]
+
+    @property
+    def needed(self) -> tuple[int, ...] | None:
+        """Positions of the arguments that were Phantoms at the first block, in order; None before it is reached."""
+        return self._entry.needed
+
+    @property
+    def wanted(self) -> tuple[Leaf, ...]:
+        """What else of earlier units was needed, in order."""
+        return tuple(self._goods.wanted)
+
+    @property
+    def wanted_for(self) -> Mapping[int, tuple[Leaf, ...]]:
+        """What of earlier units was needed for nothing but an output, by its position (with `learn` and `keep`)."""
+        return self._exit.wanted_for
+
+    @property
+    def by_position(self) -> Collection[Leaf]:
+        """Units' results that are among the first block's arguments."""
+        return self._entry.by_position
+
+    @property
+    def outputs(self) -> dict[Place, Any] | None:
+        """What may be sent, see `Exit`; set where the next stage's first block is called."""
+        return self._exit.outputs
+
+    def drop_outputs(self) -> None:
+        """They have been sent."""
+        self._exit.outputs = None
+
+    def realized(self, tree: Any) -> Any:
+        """A structure with the values of its Phantoms, fetched and computed where they can be."""
+        return self._goods.realized(tree)
 
     def forward(self, step: Callable[[], Any]) -> Any:
         """Run the step; returns its result on the last stage, None where it was cut.
@@ -180,12 +191,12 @@ class StageRun:
     @contextmanager
     def _lending(self) -> Iterator[None]:
         """Other stages' parameters outlive a run: what they were bound to in this one counts while it is active."""
-        for parameter, value in self._lent:
+        for parameter, value in self._entry.lent:
             parameter.bind(value)
         try:
             yield
         finally:
-            for parameter, _ in self._lent:
+            for parameter, _ in self._entry.lent:
                 parameter.value = None
 
     def call(
@@ -210,8 +221,8 @@ class StageRun:
             result = self._compute(hook, owner, module, args, kwargs, before_this)
         else:
             result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
-        if self._keep is not None:
-            self._put_aside(nth(hook.name, before_this), result)
+        if self._goods.keep is not None:
+            self._goods.put_all(nth(hook.name, before_this), result)
         if self.exits:
             self._count_after_exit()
         return result
@@ -219,7 +230,7 @@ class StageRun:
     def _count_after_exit(self) -> None:
         """One of this stage's units was called when a later stage had been: results may go by to stages further on."""
         self.after_exit += 1
-        self._note_outputs(())
+        self._exit.note(())
         if self._is_over():
             raise StepCut
 
@@ -239,29 +250,6 @@ class StageRun:
         self.record[nth(hook.left, before_this)] = left_behind(owner, attributes)
         self.record[nth(hook.shown, before_this)] = shown
         return result
-
-    def _put_aside(self, unit: str, result: Any) -> None:
-        """Keep what a unit returned for the stages that want it (as long as they are not known, for all)."""
-        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-        for number, tensor in enumerate(tensors):
-            if self.record is not None or (unit, number) in (self._keep or ()):
-                self._put_by((unit, number), tensor)
-
-    def _put_by(self, leaf: Leaf, tensor: Tensor) -> None:
-        """Keep a unit's result as it is now: where the run hands it on, the step has gone on."""
-        self._made[leaf] = tensor
-        if self.record is not None:
-            self._aside[leaf] = tensor
-        elif leaf in (self._keep or ()):  # the step may write into it; a copy, where nothing saves it
-            self._aside[leaf] = tensor if torch.is_grad_enabled() else tensor.clone()
-            self.versions[leaf] = version_of(tensor)
-
-    def fetch(self, leaf: Leaf) -> Tensor | None:
-        """What a unit of an earlier stage returned, if it came by this stage."""
-        value = self._made.get(leaf)
-        if value is not None and leaf in self.inputs:
-            self.wanted[leaf] = None
-        return value
 
     def _call_again(
         self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,7 +326,13 @@ class StageRun:
 
     def _enter_at_first_block(self, unit: Unit, args: Any, kwargs: Any, before_this: int) -> None:
         if unit.block == self._first_block and self.stage:
-            self._enter(unit, args, kwargs, before_this)
+            finding = self.going.finding
+            try:
+                self._entry.enter(unit, (args, kwargs), before_this, self._replaying, finding)
+            except NotSent:
+                if finding:
+                    raise StepCut from None
+                raise
 
     def _real_arguments(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not phantoms_in(args) and not (kwargs and phantoms_in(kwargs)):
@@ -349,55 +343,6 @@ class StageRun:
         self._refuse_phantoms((args, kwargs), f"passes to `{unit.name}` (stage {self.stage})", remedy)
         return args, kwargs
 
-    def realized(self, tree: Any) -> Any:
-        """A structure with the values of its Phantoms, fetched and computed where they can be."""
-        for phantom in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:
-            if isinstance(phantom, Phantom) and phantom.value is None:
-                realize(phantom, self.fetch)
-        return with_values(tree)
-
-    def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], before_this: int) -> None:
-        """Bind the Phantoms among the first block's arguments to what was sent, or to what that gives."""
-        is_first = not before_this
-        lacking = self._lacking(args, kwargs, before_this)
-        sent = {p: x for p, x in lacking.items() if is_first and p in self.inputs and p not in self._made_for}
-        self._bind(sent)
-        unknown = {p: x for p, x in lacking.items() if p not in sent and realize(x, self.fetch) is None}
-        missing = [str(leaf.origin) for position, leaf in unknown.items() if position not in self.inputs]
-        if missing and self.going.finding:
-            raise StepCut
-        if missing and is_first:
-            raise PhantomError(calls.not_sent(unit, self.stage, missing))
-        self._bind({position: leaf for position, leaf in unknown.items() if position in self.inputs})
-        needed = {p: x for p, x in lacking.items() if p in self.inputs and (p in sent or p in unknown)}
-        taken = lacking if is_first else needed
-        carry_gradients = any(x.value is not None and x.value.requires_grad for x in taken.values())
-        if self._grad and not torch.is_grad_enabled() and carry_gradients:
-            raise PhantomError(calls.without_gradients(unit, self.stage))
-        if not self._replaying:
-            self.needed = (*(self.needed or ()), *needed)
-
-    def _bind(self, sent: Mapping[int, Phantom]) -> None:
-        """Let Phantoms stand for what was sent in their places."""
-        for position, phantom in sent.items():
-            phantom.bind(self.inputs[position])
-            if phantom.leaf is not None:
-                self._put_by(phantom.leaf, self.inputs[position])
-                self.by_position.add(phantom.leaf)
-            if isinstance(phantom, ForeignParameter):
-                self._lent.append((phantom, self.inputs[position]))
-
-    def _lacking(self, args: tuple[Any, ...], kwargs: dict[str, Any], before_this: int) -> dict[int, Phantom]:
-        """The Phantoms among the first block's arguments, by position; positions go on from call to call."""
-        leaves, start = tree_flatten((args, kwargs))[0], self._entered[before_this]
-        lacking: dict[int, Phantom] = {}
-        for position, leaf in enumerate(leaves, start):
-            if isinstance(leaf, Phantom) and leaf.value is None and not any(leaf is x for x in lacking.values()):
-                lacking[position] = leaf
-        if not self._replaying:
-            self._entered.append(start + len(leaves))
-        return lacking
-
     def _reach(self, unit: Unit, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module of a later stage is called: the next stage's first block, or another whose result is known."""
         layout = self.cut.layout
@@ -405,7 +350,7 @@ class StageRun:
             last_block = self.cut.block_name(layout.bounds[self.stage + 1] - 1)
             if last_block not in self.called and (self.going == ONCE or self.going.finding):
                 self._doubt(calls.out_of_order(unit, last_block))
-            self._exit(unit, args, kwargs)
+            self._leave(unit, args, kwargs)
         elif name not in self.known:
             self._doubt(calls.too_early(unit, self.stage, self.cut.first_block(self.stage + 1)))
 
@@ -415,57 +360,23 @@ class StageRun:
             raise CalledAgain(words)
         self.doubt = self.doubt or words
 
-    def _exit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stop the step, if it is over: the arguments of the next stage's first block are what is sent."""
-        leaves = [self._outgoing(x, i) for i, x in enumerate(tree_flatten((args, kwargs))[0], self._left)]
+        leaves = self._exit.values_of(tree_flatten((args, kwargs))[0])
         missing = [leaf for leaf in leaves if isinstance(leaf, Phantom)]
         if missing:
             remedy = calls.LATER if any(map(self._comes_later, missing)) else calls.THROUGH_BLOCKS
             raise PhantomError(calls.not_held(unit, self.stage, [leaf.origin for leaf in missing], remedy))
-        if self.going != ONCE:
-            leaves = self._watched(leaves)
-        self._note_outputs(leaves)
+        self._exit.note(leaves if self.going == ONCE else self._exit.watched(leaves))
         self.exits, self.after_exit = self.exits + 1, 0
         if self._is_over():
             raise StepCut
 
-    def _outgoing(self, leaf: Any, position: int) -> Any:
-        """What is sent of an argument: its value, or nothing where the next stage can compute it."""
-        if not isinstance(leaf, Phantom):
-            return leaf
-        if leaf.value is None and self._keep is not None and self.record is None and position not in self._keep:
-            return None
-        wanted, self.wanted, noted = self.wanted, {}, list[Phantom]()
-        value = realize(leaf, self.fetch, noted)
-        if self.wanted and self._keep is not None and self.record is not None:  # the next stage may compute it itself
-            self.wanted_for[position] = tuple(self.wanted)
-            for phantom in noted:
-                phantom.value = None
-        else:
-            wanted |= self.wanted
-        self.wanted = wanted
-        return bound(leaf) if value is None else value
-
-    def _watched(self, leaves: Sequence[Any]) -> list[Any]:
-        """Values that are sent when the step has gone on. It may write into them; copies, where nothing saves them."""
-        kept = [x if torch.is_grad_enabled() or not isinstance(x, Tensor) else x.clone() for x in leaves]
-        self.versions.update((i, version_of(x)) for i, x in enumerate(kept, self._left) if isinstance(x, Tensor))
-        return kept
-
     def refuse_written(self, places: Iterable[Place]) -> None:
         """Raise if outputs are not what they were when the next stage's first block was called."""
-        for place in places:
-            version = self.versions.get(place)
-            if version is not None and self.outputs is not None and version_of(self.outputs[place]) != version:
-                first_block = self.cut.first_block(self.stage + 1)
-                raise PhantomError(calls.written_to(self.stage, first_block, place))
-
-    def _note_outputs(self, leaves: Sequence[Any]) -> None:
-        """What may be sent: the arguments of a call of the next stage's first block, and what units returned."""
-        self.outputs = self.outputs or {}
-        self.outputs.update(enumerate(leaves, self._left))
-        self.outputs.update(self._aside.items())
-        self._left += len(leaves)
+        place = self._goods.written(self.outputs or {}, places)
+        if place is not None:
+            raise PhantomError(calls.written_to(self.stage, self.cut.first_block(self.stage + 1), place))
 
     def _refuse_phantoms(self, tree: Any, doing: str, remedy: str | None = None) -> None:
         for leaf in phantoms_in(tree) if isinstance(tree, (Tensor, tuple)) else tree_flatten(tree)[0]:

@@ -79,8 +79,8 @@ class PipelineStrategy(PipelineGradients):
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's. A step may
             then call the model once.
         skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
-            features of the middle): sent straight to the stages that use it. Which these are is found on one micro-batch
-            of every signature, which goes through all stages once more than it is trained on.
+            features of the middle): sent straight to the stages that use it. Which these are is found on one
+            micro-batch of every signature, which goes through all stages once more than it is trained on.
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
         recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
             whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
