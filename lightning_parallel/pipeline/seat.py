@@ -7,9 +7,8 @@ backward, and drops it when the backward is done. Which seat acts when is the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lightning_parallel.pipeline.calls import ONCE
 from lightning_parallel.pipeline.channel import AnyReceipt
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
+from lightning_parallel.pipeline.ends import Ends
 from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.held import Held
 from lightning_parallel.pipeline.schedule import Action
@@ -28,7 +28,7 @@ from lightning_parallel.pipeline.stage import CalledAgain, StageRun, UnitOutputs
 from lightning_parallel.pipeline.work import StepWork
 
 
-class Seat:
+class Seat(Ends):
     """A stage that this rank holds.
 
     Args:
@@ -40,8 +40,6 @@ class Seat:
         skips: stages may use what units of any earlier stage return.
 
     Attributes:
-        straight_in, straight_out: the boundaries to stages that are no neighbours and make what this one uses, or use
-            what it makes; nearest first.
         keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
 
@@ -54,9 +52,8 @@ class Seat:
         replica: int | None = None,
         skips: bool = False,
     ) -> None:
-        self.cut, self.stage, self.arrival, self.departure, self.skips = cut, stage, arrival, departure, skips
-        self.straight_in: list[Arrival] = []
-        self.straight_out: list[Departure] = []
+        super().__init__(stage, arrival, departure)
+        self.cut, self.skips = cut, skips
         self._of_replica = "" if replica is None else f" of replica {replica}"
         self.keep_received = False
         self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
@@ -80,29 +77,7 @@ class Seat:
         if self.cut.graphs is not None:
             self.cut.graphs.end(training)
 
-    def settle(self) -> None:
-        """Before a step: hear the answers of the step before, let go of what was sent."""
-        for boundary in self.boundaries():
-            boundary.settle()
-
-    def forget_agreements(self) -> None:
-        """Let go of all that was agreed with other stages; on all ranks at one moment."""
-        for boundary in self.boundaries():
-            boundary.forget()
-
-    def boundaries(self) -> Iterator[Arrival | Departure]:
-        """To all stages that this one has dealings with."""
-        neighbours = (self.departure, self.arrival)
-        yield from (boundary for boundary in neighbours if boundary is not None)
-        yield from chain(self.straight_out, self.straight_in)
-
     # -- receives ------------------------------------------------------------------------------------------------------
-
-    def waits(self, action: Action) -> bool:
-        """Whether an action needs what another rank makes."""
-        neighbour = self.arrival if action.kind == "F" else self.departure if action.kind in "BI" else None
-        straight: Sequence[Arrival | Departure] = self.straight_in if action.kind == "F" else self.straight_out
-        return neighbour is not None and not all(boundary.is_local for boundary in (neighbour, *straight))
 
     def post(self, action: Action, work: StepWork) -> bool:
         """Post an action's receives if what they bring has been agreed; if not, the action itself will ask.
@@ -130,9 +105,7 @@ class Seat:
     def _post_values(self, action: Action, work: StepWork) -> list[tuple[Arrival, Contract, AnyReceipt]]:
         """Start receiving what a forward needs, from the stage before and from those that send straight."""
         signature = work.signatures[action.microbatch]
-        straight = [arrival for arrival in self.straight_in if arrival.knows(signature)]
-        sources = [] if self.arrival is None else [self.arrival, *straight]
-        return [(of, *of.post(signature, self._waits_for(action, of.source))) for of in sources]
+        return [(of, *of.post(signature, self._waits_for(action, of.source))) for of in self.sources(signature)]
 
     def _post_gradients(self, action: Action, held: Held) -> list[AnyReceipt]:
         """Start receiving the gradients of what a forward sent."""
@@ -183,18 +156,12 @@ class Seat:
                     raise
                 return self._go_without(m, held, work)
         held.run = run
-        for departure in self._targets(signature):
+        for departure in self.targets(signature):
             held.left.append((departure, departure.send(run, signature)))
         if self.arrival is not None and contract is not None:
             self.arrival.answer(run, contract)
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
-
-    def _targets(self, signature: Hashable) -> Iterator[Departure]:
-        """The boundaries over which a forward sends, the furthest stage first: it used what it got last."""
-        yield from (departure for departure in reversed(self.straight_out) if departure.knows(signature))
-        if self.departure is not None:
-            yield self.departure
 
     def _go_without(self, microbatch: int, held: Held, work: StepWork) -> None:
         """The step calls other stages as it was not expected to: nothing is computed, what is waited for is sent."""
@@ -224,7 +191,7 @@ class Seat:
         """What of a run is sent; None where that is all that the next stage's first block is called with."""
         if not self.skips or self.departure is None:
             return None
-        return [place for departure in self._targets(signature) for place in departure.needed(signature)]
+        return [place for departure in self.targets(signature) for place in departure.needed(signature)]
 
     def backward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> None:
         """B: the gradients of parameters and of what came in; I: the same but for products of weights, which wait."""

@@ -14,7 +14,7 @@ META = (describe(torch.ones(2)), True)
 
 def passed(unit: str, needed: tuple = (0,), wanted: tuple = (), wanted_for: Mapping | None = None, by: tuple = ()):
     """A stage of one unit, by which everything goes."""
-    values = {0: META, FIRST: META, SECOND: META}
+    values = {0: META, 1: META, FIRST: META, SECOND: META}
     return Passed({unit: META[0]}, values, Going(), needed, wanted, wanted_for or {}, frozenset(by), False, "")
 
 
