@@ -25,7 +25,7 @@ class CommunicationMonitor(Callback):
     Keys:
 
     * ``parallel/communication_bytes/AXIS/COLLECTIVE/PHASE``: of the whole vectors, as the paper counts (gloo sends
-      more); phases are forward, backward and step. What stages send each other on a host, tensors and messages, is
+      more); phases are forward, backward and step. What stages send each other is
       ``pipeline/send/forward``: a step's backwards run in its forward;
     * ``parallel/communication_seconds/AXIS/COLLECTIVE/PHASE``: from the call to the end (on a CPU, until somebody has
       waited for it), added up; what overlaps with computation takes no time of its own. Beside it, as

@@ -64,12 +64,12 @@ def test_every_value_crosses_once_for_each_stage_that_uses_it():
     for stage, (by_hand, monitored) in enumerate(found):
         ahead = {there: 4 * VALUE * n for (here, there), n in forward.items() if here == stage}
         back = {here: 4 * VALUE * n for (here, there), n in forward.items() if there == stage}
+        assert monitored == sum(ahead.values()) + sum(back.values())
         if stage < 3:
-            assert by_hand == {**ahead, **back} and monitored == sum(by_hand.values())
-        else:  # rank 0 also tells the others what was logged, partly when the monitor has read its counts
+            assert by_hand == {**ahead, **back}
+        else:  # rank 0 also tells the others what was logged, which the monitor does not count
             told = {there: by_hand[there] - back.get(there, 0) for there in by_hand}
             assert told == dict.fromkeys(range(3), told[1])
-            assert sum(back.values()) <= monitored <= sum(by_hand.values())
 
 
 class Looks(nn.Linear):
