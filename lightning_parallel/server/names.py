@@ -58,7 +58,8 @@ def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Con
     if consistency == "sandblaster":
         raise ValueError(
             'consistency="sandblaster": its L-BFGS takes steps of all workers together, by products and line searches,'
-            " which no Trainer loop has. Use lightning_parallel.server.sandblaster, or another consistency."
+            " which no Trainer loop has. Use lightning_parallel.server.sandblaster, or torch.optim.LBFGS in one island:"
+            ' update="worker", island_size= as many as there are workers.'
         )
     raise ValueError(_UNKNOWN.format(consistency))
 

@@ -37,14 +37,24 @@ class Ring:
     def __init__(self, servers: Iterable[str] | Mapping[str, str], virtual_nodes: int = 64) -> None:
         self.servers = sorted(set(servers))
         self._hosts = dict(servers) if isinstance(servers, Mapping) else dict.fromkeys(self.servers, "")
+        self._num_hosts = len(set(self._hosts.values()))
         self._places = sorted(place for server in self.servers for place in _places(server, virtual_nodes))
 
     def holders(self, key: int, replicas: int) -> tuple[str, ...]:
         """The servers of a range: primary first, then its successors; fewer where there are fewer servers."""
         start = bisect.bisect(self._places, (_place(f"range {key}"), ""))
-        order = list(dict.fromkeys(server for _, server in self._places[start:] + self._places[:start]))
-        first_of_host = {self._hosts[server]: server for server in reversed(order)}.values()
-        return tuple(sorted(order, key=lambda server: server not in first_of_host)[:replicas])
+        around = self._places[start:] + self._places[:start]
+        found: dict[str, str] = {}  # server -> host
+        for _, server in around:
+            if len(found) == min(replicas, self._num_hosts):
+                break
+            if self._hosts[server] not in found.values():
+                found[server] = self._hosts[server]
+        for _, server in around:
+            if len(found) == min(replicas, len(self.servers)):
+                break
+            found.setdefault(server, self._hosts[server])
+        return tuple(found)
 
 
 @lru_cache(maxsize=1024)

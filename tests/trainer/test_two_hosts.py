@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import torch
 
 from tests.namespaces import HOSTS, Host, two_hosts
 from tests.trainer.hybrids import gpt, token_loader
-from tests.trainer.pipelines import make_trainer
+from tests.trainer.pipelines import WEIGHTS, make_trainer
 from tests.trainer.servers import fit
+from tests.trainer.test_parameter_server_rows import AT, reference, share, side_by_side
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 SCRIPT = """
@@ -92,9 +93,41 @@ loss = float(trainer.callback_metrics["val_loss"])
 print(f"rank {trainer.global_rank} node {trainer.node_rank}, val_loss {loss:.6f}")
 """
 
+AGAIN = """
+import os, sys, torch
+from pathlib import Path
+from torch.utils.data import DataLoader
+from lightning_parallel.strategies import ParameterServerStrategy
+from tests.trainer.modules import row_loader
+from tests.trainer.pipelines import make_trainer
+from tests.trainer.test_parameter_server_rows import BATCH, Marks, Numbered
 
-def start(host: Host, script: Path, number: int, *arguments: str) -> subprocess.Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+class Awaits(Marks):
+    def setup(self, stage):
+        if self.trainer.strategy._line.is_new:
+            open("there", "w").close()
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        if self.global_rank == 0 and self.current_epoch == 0:
+            open("there").close()  # returns once the new worker is there
+
+torch.set_num_threads(1)
+torch.manual_seed(1)
+module = Awaits(Path.cwd())
+strategy = ParameterServerStrategy(num_servers=2, lease=40.0, restarts=1)
+trainer = make_trainer(strategy, 1, num_nodes=2, max_epochs=2, num_sanity_val_steps=0)
+trainer.fit(module, DataLoader(Numbered(), BATCH, shuffle=True), row_loader((5,)))
+if trainer.is_global_zero:
+    torch.save(module.state_dict(), "weights.pt")
+print(f"rank {trainer.global_rank} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+"""
+
+
+def start(
+    host: Host, script: Path, number: int, *arguments: str, options: Sequence[str] = ("--nproc-per-node", "2")
+) -> subprocess.Popen:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *options]
     meet = ["--node-rank", str(number), "--master-addr", HOSTS["one"], "--master-port", "29511"]
     environment = {
         **os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1",
@@ -241,6 +274,24 @@ def test_no_weights_are_lost_with_the_servers_of_a_host(hosts, tmp_path, monkeyp
     expected = float(fit("auto")[0].callback_metrics["val_loss"])
     assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], outputs
     assert all(float(line[2]) == pytest.approx(expected, abs=2e-6) for line in lines)
+
+
+@pytest.mark.timeout(200)  # one script starts after the other has come far
+def test_a_worker_that_torchrun_starts_again_on_another_host_joins(hosts, tmp_path, monkeypatch):
+    """Rank 1 is killed after two of eight batches; rank 0 trains on what it leaves, and the second epoch is both's."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    os.mkfifo(tmp_path / "there")
+    script = tmp_path / "train.py"
+    script.write_text(AGAIN)
+    options = ["--nproc-per-node", "1", "--max-restarts", "1"]
+    started = [start(host, script, number, options=options) for number, host in enumerate(hosts)]
+    said = "".join(process.communicate(timeout=190)[0] for process in started)
+    assert sorted(re.findall(r"rank (\d) attempt (\d)", said)) == [("0", "0"), ("1", "1")], said
+    own = [share(0, place, 2) for place in range(2)]
+    alone = [[batch] for batch in (*own[0][AT:], *own[1][AT:])]
+    second = side_by_side(*(share(1, place, 2) for place in range(2)))
+    weights = reference([*side_by_side(*(batches[:AT] for batches in own)), *alone, *second]).state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, **WEIGHTS)
 
 
 def test_without_a_secret_nobody_is_taken_in(hosts, tmp_path, monkeypatch):
