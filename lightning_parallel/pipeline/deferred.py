@@ -52,11 +52,15 @@ class Deferred:
         """W: those that waited. They are added within the product's own kernel where that can be.
 
         Args:
-            ready: called with each parameter once its products are in; graphs may still add to it.
+            ready: called with each parameter once nothing more of this W comes to it.
         """
-        self._weights.run(ready, fused=True)
+        last = {} if ready is None else {p: slot for slot in self._slots for p in slot.block.parameters}
+        self._weights.run(ready and (lambda parameter: None if parameter in last else ready(parameter)), fused=True)
         for slot in self._slots:
             slot.weights()
+            if ready is not None:
+                for parameter in (p for p in slot.block.parameters if last[p] is slot):
+                    ready(parameter)
         self._noted = []
 
     def _note_factor(self, factor: Tensor | Callable[[], Tensor]) -> Callable[[], Tensor]:

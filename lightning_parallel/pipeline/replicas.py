@@ -2,25 +2,28 @@
 
 The one idea: two replicas of a stage are parameters that several ranks hold. Every rank has the gradients of its own
 micro-batches; their sums begin as soon as the rank's last backward of a stage is done, while other stages still work,
-and are taken when the optimizer wants them. An all-reduce gives all ranks the same bits, so replicas that begin equal
-stay equal; `compare` asks, now and then, whether they did. Source: Li and Hoefler, Chimera, arXiv 2107.06925,
-section 3.2 (gradient synchronization as soon as the local gradients are there).
+or, where that is a W, bucket by bucket while it runs. They are taken when the optimizer wants them. An all-reduce gives
+all ranks the same bits, so replicas that begin equal stay equal; `compare` asks, now and then, whether they did.
+Source: Li and Hoefler, Chimera, arXiv 2107.06925, section 3.2 (gradient synchronization as soon as the local gradients
+are there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.pipeline.buckets import BucketSum, buckets, views
 from lightning_parallel.pipeline.channel import Waiting, nobody_waits
+from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
-from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedule import Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,31 @@ class Share:
     entries: tuple[Entry, ...]
 
 
+_Finals = dict[int, list[nn.Parameter]]
+
+
+class _Bucket(NamedTuple):
+    """Parameters whose gradients travel together, and the ranks that add them up."""
+
+    group: Any
+    content: list[tuple[Entry, nn.Parameter]]
+
+
 @dataclass
 class _Sum:
-    """A sum under way: the parameters, what of their gradients went into it, and the all-reduces that run."""
+    """A sum under way: what went into it, with the versions of the gradients, and the all-reduces that run."""
 
-    share: Share
-    given: list[tuple[Entry, Tensor | None, int]]  # and the version of the gradient
-    sent: list[BucketSum] = field(default_factory=list)
-    counts: BucketSum | None = None
+    given: list[tuple[Entry, Tensor | None, int]]
+    total: BucketSum
+    counts: BucketSum | None
+
+
+class _Round(Round):
+    """One step; within a backward nothing leaves, since a reentrant checkpoint hands over a gradient in parts."""
+
+    @contextmanager
+    def backward(self, action: Action) -> Iterator[None]:
+        yield
 
 
 class GradientSums:
@@ -61,51 +81,67 @@ class GradientSums:
     ) -> None:
         self._table, self._groups, self._device, self._waiting = table, groups, device, waiting
         self._shares = shares_of(table)
-        self._plans: dict[Schedule, list[tuple[int, Share]]] = {}
+        parameters = dict(table.own())
+        self._held = {
+            share: [(entry, parameters[entry]) for entry in share.entries]
+            for share in self._shares
+            if table.row in share.rows
+        }
+        self._plans: dict[tuple[Schedule, tuple[bool, ...]], tuple[_Finals, list[_Bucket]]] = {}
+        self._buckets: dict[nn.Parameter, _Bucket] = {}  # by the first of each
         self._under_way: list[_Sum] = []
 
-    def begin(self, schedule: Schedule) -> Callable[[int], None]:
-        """A step begins; what it returns is called after each of this rank's actions, by number, and with -1 first."""
+    def begin(self, schedule: Schedule) -> Round:
+        """A step begins; what it returns sends buckets in the order in which all ranks send theirs."""
         self._under_way.clear()
-        if schedule not in self._plans:
-            self._plans[schedule] = plan(schedule, self._shares, self._table.row)
-        coming = iter(self._plans[schedule])
-        waiting = next(coming, None)
+        trains = tuple(parameter.requires_grad for held in self._held.values() for _, parameter in held)
+        if (schedule, trains) not in self._plans:
+            self._plans[schedule, trains] = self._plan(schedule)
+        finals, coming = self._plans[schedule, trains]
+        parameters = [[parameter for _, parameter in bucket.content] for bucket in coming]
+        self._buckets = {held[0]: bucket for held, bucket in zip(parameters, coming, strict=True)}
+        return _Round(schedule.actions[self._table.row], finals, parameters, self)
 
-        def after(action: int) -> None:
-            nonlocal waiting
-            while waiting is not None and waiting[0] <= action:
-                self._start(waiting[1])
-                waiting = next(coming, None)
+    def may_be_early(self, parameter: nn.Parameter) -> bool:
+        """Whether a W makes all of its gradient known: always."""
+        return True
 
-        return after
+    def _plan(self, schedule: Schedule) -> tuple[_Finals, list[_Bucket]]:
+        """For each action of this rank the parameters whose gradients are final with it; all buckets in order."""
+        finals: _Finals = {}
+        found: list[_Bucket] = []
+        for action, share in plan(schedule, self._shares, self._table.row):
+            trained = [(entry, parameter) for entry, parameter in self._held[share] if parameter.requires_grad]
+            rest, group = iter(trained), self._groups[tuple(sorted(share.rows))]
+            together = [_Bucket(group, [next(rest) for _ in bucket]) for bucket in buckets([p for _, p in trained])]
+            found += together[::-1]  # as a backward makes them
+            finals.setdefault(action, []).extend(parameter for _, parameter in trained)
+        return finals, found
 
     def cancel(self) -> None:
         """The sums of a step that begins anew are of no use."""
         for under_way in self._under_way:
-            for bucket in [*under_way.sent, *([under_way.counts] if under_way.counts is not None else [])]:
-                bucket.wait()
+            for bucket in (under_way.total, under_way.counts):
+                if bucket is not None:
+                    bucket.wait()
         self._under_way.clear()
 
-    def _start(self, share: Share) -> None:
-        parameters = [(entry, self._table.model.get_parameter(entry.name)) for entry in share.entries]
-        parameters = [(entry, parameter) for entry, parameter in parameters if parameter.requires_grad]
-        if not parameters:
-            return
-        given = [(entry, p.grad, -1 if p.grad is None else p.grad._version) for entry, p in parameters]
+    def send(self, bucket: list[nn.Parameter]) -> None:
+        """Begin the sum of a bucket."""
+        group, content = self._buckets[bucket[0]]
+        given = [(entry, p.grad, -1 if p.grad is None else p.grad._version) for entry, p in content]
         for entry, gradient, _ in given:
             if gradient is not None and gradient.is_sparse:
                 raise ValueError(
                     f"The gradient of `{entry.name}` is sparse, which replicas of a stage do not add up. Use"
                     " sparse=False, or a schedule of one direction."
                 )
-        here = [torch.zeros_like(p) if g is None else g for (_, p), (_, g, _) in zip(parameters, given, strict=True)]
-        group, under_way = self._groups[tuple(sorted(share.rows))], _Sum(share, given)
-        under_way.sent = [BucketSum(bucket, group) for bucket in buckets([gradient.detach() for gradient in here])]
-        if self._device.type == "cpu" or any(entry.bare for entry in share.entries):
+        here = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in content]
+        total, counts = BucketSum(here, group), None
+        if self._device.type == "cpu" or any(entry.bare for entry, _ in content):
             made = torch.tensor([float(gradient is not None) for _, gradient, _ in given], device=self._device)
-            under_way.counts = BucketSum([made], group)
-        self._under_way.append(under_way)
+            counts = BucketSum([made], group)
+        self._under_way.append(_Sum(given, total, counts))
 
     def collect(self, gradients: dict[str, Tensor | None]) -> None:
         """Put the sums in the place of this rank's own gradients, by first name; None stays where no rank made one.
@@ -118,7 +154,7 @@ class GradientSums:
         for under_way in self._under_way:
             self._refuse_late(under_way, gradients)
             with self._waiting("the ranks that hold the same stage, to add up gradients"):
-                totals = [total for bucket in under_way.sent for total in bucket.wait()]
+                totals = under_way.total.wait()
                 counts = [1.0] * len(totals) if under_way.counts is None else under_way.counts.wait()[0].tolist()
             for (entry, _, _), total, count in zip(under_way.given, totals, counts, strict=True):
                 gradients[entry.name] = total if count else None

@@ -50,7 +50,8 @@ class PipelineGradients(PipelineSchedules):
         pipeline, module = self.pipeline, self.lightning_module
         assert module is not None
         if pipeline.sums is not None:
-            return None, pipeline.sums.begin(schedule)
+            sums = pipeline.sums.begin(schedule)
+            return sums, sums.after
         if (
             may_begin_anew
             or pipeline.early is None

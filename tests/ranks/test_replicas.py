@@ -51,9 +51,9 @@ def test_sums_are_taken_by_name_and_what_nobody_made_stays_none():
         parameters["0.weight"].grad = torch.full((2, 2), 1.0 + rank)
         if rank:
             parameters["0.bias"].grad = torch.ones(2)
-        after = sums.begin(schedule)
+        begun = sums.begin(schedule)
         for number in range(-1, len(schedule.actions[rank])):
-            after(number)
+            begun.after(number)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         sums.collect(gradients)
         return gradients
@@ -70,8 +70,9 @@ def test_a_gradient_that_grows_after_its_sum_has_begun_is_refused():
         sums = GradientSums(table, {(0, 1): dist.new_group([0, 1])}, torch.device("cpu"))
         weight = table.model[0].weight
         weight.grad = torch.ones(2, 2)
-        after = sums.begin(schedule)
-        after(len(schedule.actions[rank]))
+        begun = sums.begin(schedule)
+        for number in range(-1, len(schedule.actions[rank])):
+            begun.after(number)
         weight.grad += 1
         with pytest.raises(ValueError, match="got a gradient from another stage's backward: the step uses it") as told:
             sums.collect({name: parameter.grad for name, parameter in table.model.named_parameters()})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision, MulticlassRecall
 
+from lightning_parallel.pipeline import buckets
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
@@ -24,6 +25,7 @@ from tests.trainer.pipelines import (
     many_on_stages,
     one_process,
 )
+from tests.trainer.test_data_axis import Uneven, Unfinished, sent
 from tests.trainer.test_metrics import FEW_ROWS, Collections, InHooks, Macro, Measured
 from tests.trainer.test_parity import KEY_BIAS, gpt
 
@@ -85,6 +87,23 @@ def test_a_penalty_over_all_parameters_where_a_rank_holds_them_all():
             return self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.parameters())
 
     compare(Case(Penalised, row_loader, {"num_microbatches": 8}), BOTH, 2)
+
+
+def test_layers_that_are_frozen_unused_or_shared():
+    options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 1}
+    compare(Case(Uneven, row_loader, {"num_microbatches": 4}, options, validate=False), BOTH, 2)
+
+
+def test_sums_begin_while_the_last_w_runs(monkeypatch: pytest.MonkeyPatch):
+    """A stage's sums leave when the other stage has no gradient yet. Of that one's four layers (biases come with I) the
+    last bias leaves before W has made any weight, two layers before it has made the weights of the other two."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 200)  # of a stage: bias 3; weights 2 and 3; weights 0 and 1
+    options = {"callbacks": lambda: [Unfinished()], "max_steps": 2}
+    schedule = Schedule.from_text("0F0 1F1r1 1B1r1 0I0 0W0 / 0F1r1 1F0 1B0 0I1r1 0W1r1")  # DualPipe's end
+    strategy = {"schedule": schedule, "num_microbatches": None}
+    (records,) = many_on_stages([Case(Classifier, row_loader, strategy, options, validate=False, at_end=sent)], 2)
+    for record in records:
+        assert list(dict.fromkeys(record.extra)) == [8, 4, 2, 0, -1]
 
 
 def test_dropout_draws_what_one_direction_draws():

@@ -1,9 +1,12 @@
 """Which calls of a block are replayed as CUDA graphs: what is decided on the host, before anything is captured."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 
 CPU = torch.device("cpu")
@@ -120,3 +123,35 @@ def test_calls_of_one_step_take_slots_of_their_own_and_the_next_step_takes_them_
         call(graphs, X), call(graphs, X)
         assert graphs.captures == len(shared.lent) == 2
         shared.end(training=True)
+
+
+class Waiting:
+    """A replay whose weights wait: W adds 1 to every gradient of its block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.block = BlockGraphs("net.0", module, SharedGraphs(CPU), sends_gradients=False)
+
+    def weights(self) -> None:
+        for parameter in self.block.parameters:
+            parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad + 1
+
+
+def test_a_parameter_is_ready_when_the_last_replay_of_its_block_is_over():
+    """One block ran twice, one once, and a layer without graphs shares the latter's weight."""
+
+    class Graphs:
+        @contextmanager
+        def leaving_weights(self):
+            yield [Waiting(twice), Waiting(once), Waiting(twice)]
+
+    twice, once, plain = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    tied = nn.Linear(2, 2, bias=False)
+    tied.weight = once.weight
+    deferred = Deferred([(plain(X) + tied(X)).sum()], Graphs())
+    deferred.backward([torch.ones(())])
+    seen = []
+    deferred.run(lambda parameter: seen.append((parameter, parameter.grad.clone())))
+    twos, ones = torch.full((2, 2), 2.0), torch.ones(2, 2)
+    expected = [(plain.weight, ones), (once.weight, twos), (once.bias, ones[0]), (twice.weight, twos)]
+    for (ours, gradient), (theirs, total) in zip(seen, [*expected, (twice.bias, twos[0])], strict=True):
+        assert ours is theirs and torch.equal(gradient, total)
