@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
+from lightning_parallel.checkpoint.parts import stored_tensors
 
 _META, _NAMES = "meta.pt", "state_dict_names"
 
@@ -53,7 +54,10 @@ def save_sharded(checkpoint: Mapping[str, Any], names: list[str], folder: Path, 
 
 
 def load_sharded(
-    folder: Path, wanted: Callable[[str], bool] = lambda name: True, weights_only: bool | None = None
+    folder: Path,
+    wanted: Callable[[str], bool] = lambda name: True,
+    weights_only: bool | None = None,
+    in_parts: bool = False,
 ) -> dict[str, Any]:
     """The checkpoint in a folder with those tensors whose name is wanted; of others `state_dict` has meta tensors.
 
@@ -61,6 +65,7 @@ def load_sharded(
         folder: what `save_sharded` wrote.
         wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
         weights_only: see `torch.load`, for what is not a tensor.
+        in_parts: leave large tensors where they are; of each only what is used is read, when it is used.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -69,10 +74,13 @@ def load_sharded(
     folder = _whole(folder)
     rest = read(folder / _META, "cpu", weights_only)
     reader = dcp.FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    values = {name: _place_for(kind) for name, kind in stored.items() if wanted(name)}
-    with _alone_on_purpose():
-        dcp.load(values, storage_reader=reader, no_dist=True)
+    metadata = reader.read_metadata()
+    stored, left = metadata.state_dict_metadata, stored_tensors(folder, metadata) if in_parts else {}
+    values = {name: _place_for(kind) for name, kind in stored.items() if wanted(name) and name not in left}
+    if values:
+        with _alone_on_purpose():
+            dcp.load(values, storage_reader=reader, no_dist=True)
+    values |= {name: value.read() if value.is_small else value for name, value in left.items() if wanted(name)}
     names = rest.pop(_NAMES)
     rest["state_dict"] = {
         name: values.get(f"state_dict/{name}", _place_for(stored[f"state_dict/{name}"], "meta")) for name in names

@@ -90,7 +90,8 @@ class ZeROStrategy(ZeROCheckpoints):
             what `PYTORCH_ALLOC_CONF` says goes first.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
-            is resumed from, whichever is set; every rank then reads all of it.
+            is resumed from, whichever is set. Of a folder a rank reads what it will hold: its part of the optimizer's
+            states and, with engine="fsdp2", of the weights; else all weights.
         broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
@@ -170,6 +171,7 @@ class ZeROStrategy(ZeROCheckpoints):
         self.expandable_segments, self.keep_root, self.prefetch = expandable_segments, keep_root, prefetch
         self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
+        self.loads_shards = engine == "fsdp2"
 
     @property
     def control(self) -> Any:
@@ -216,6 +218,9 @@ class ZeROStrategy(ZeROCheckpoints):
             self._checkpoints = self._checkpoint_blocks()
         if self.engine_name == "fsdp2":
             self._engine = self._shard(trainer)
+            if self._waiting is not None:
+                self._waiting()
+        self._waiting = None
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

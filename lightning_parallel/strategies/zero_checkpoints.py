@@ -6,7 +6,8 @@ dealt out tensor by tensor, so that no rank holds all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.checkpoint.parts import StoredTensor
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.failure.patience import Moving
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
@@ -39,6 +41,9 @@ class ZeROCheckpoints(FileOrFolder):
         super().__init__(*args, **kwargs)
         self._engine: AnyEngine | None = None
         self._masters: Mapping[str, Tensor] = {}  # 32-bit copies of a checkpoint, until there is an engine
+        self._waiting: Callable[[], None] | None = None  # loads a folder's weights once they are divided
+
+    loads_shards = False  # whether weights are loaded when they are divided already
 
     @property
     def engine(self) -> AnyEngine:
@@ -99,13 +104,16 @@ class ZeROCheckpoints(FileOrFolder):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if is_sharded(Path(checkpoint_path)):
-            return load_sharded(Path(checkpoint_path), weights_only=as_lightning_reads(weights_only))
+            return load_sharded(Path(checkpoint_path), weights_only=as_lightning_reads(weights_only), in_parts=True)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self._engine is not None:
             self.engine.load_model_state(self.lightning_module, checkpoint, strict)
+            return
+        if self.loads_shards and any(isinstance(v, StoredTensor) for v in checkpoint["state_dict"].values()):
+            self._waiting = partial(self.load_model_state_dict, checkpoint, strict)
             return
         clean_state_dicts(self.lightning_module)
         super().load_model_state_dict(checkpoint, strict)

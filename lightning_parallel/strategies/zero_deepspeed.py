@@ -36,7 +36,10 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     assert module is not None
     precision = refuse_settings(strategy, trainer)
     device = strategy.root_device
-    rank = {"RANK": strategy.global_rank, "LOCAL_RANK": strategy.local_rank, "WORLD_SIZE": strategy.world_size}
+    rank = {
+        "RANK": strategy.global_rank, "WORLD_SIZE": strategy.world_size,
+        "LOCAL_RANK": strategy.local_rank, "LOCAL_SIZE": strategy.num_processes,
+    }  # fmt: skip
     connect_deepspeed(import_deepspeed(device), device, rank)
     nbytes = max(1, int(strategy.bucket_mb * 2**20))
     options = DeepSpeedOptions(strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload)
@@ -63,11 +66,6 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
             ' master_weights out, or use engine="native".'
         )
     if strategy.zero_stage == 3:
-        if strategy.activation_checkpointing:
-            raise ValueError(
-                'ZeROStrategy(stage=3, engine="deepspeed", activation_checkpointing=...): a run whose blocks are'
-                ' computed again while DeepSpeed gathers their parameters does not end. Use engine="fsdp2".'
-            )
         leave_inference_mode(trainer)
         if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):
             raise ValueError(

@@ -11,8 +11,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 
 Keep = Callable[[], AbstractContextManager[Any]]
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ActivationCheckpoints:
@@ -46,15 +48,18 @@ class ActivationCheckpoints:
     def __init__(self, blocks: Iterable[nn.Module], keep: Keep = nullcontext) -> None:
         self.blocks, self.keep = list(blocks), keep
         for block in self.blocks:
-            block.forward = self._checkpointed(block.forward)
+            block.forward = self._checkpointed(block, block.forward)
 
-    def _checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpointed(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with self.keep():
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                return checkpoint(
+                    forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), statistics_kept(block)),
+                    **kwargs,
+                )  # fmt: skip
 
         return run
 
@@ -62,6 +67,28 @@ class ActivationCheckpoints:
         """Blocks run as they did."""
         for block in self.blocks:
             vars(block).pop("forward", None)
+
+
+@contextmanager
+def statistics_kept(block: nn.Module) -> Iterator[None]:
+    """While a block is computed again: its norms have counted the batch already, and count it in copies now.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with statistics_kept(norm):
+        ...     _ = norm(torch.ones(3, 2))
+        >>> norm.num_batches_tracked.item(), norm.running_mean.tolist()
+        (0, [0.0, 0.0])
+    """
+    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.training]
+    kept = [{n: s for n in _STATISTICS if (s := norm._buffers.get(n)) is not None} for norm in norms]
+    for norm, statistics in zip(norms, kept, strict=True):
+        norm._buffers.update({name: statistic.clone() for name, statistic in statistics.items()})
+    try:
+        yield
+    finally:
+        for norm, statistics in zip(norms, kept, strict=True):
+            norm._buffers.update(statistics)
 
 
 def on_host(device: torch.device) -> Keep:

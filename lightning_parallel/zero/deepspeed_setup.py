@@ -115,7 +115,8 @@ def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping
     Args:
         deepspeed: the package.
         device: on which this process computes.
-        rank: RANK, LOCAL_RANK and WORLD_SIZE, which DeepSpeed reads from the environment.
+        rank: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_SIZE, which DeepSpeed reads from the environment. Without the last
+            it starts a program (numactl) to count a CPU host's processes whenever stage 3 reduces.
     """
     os.environ.update({name: str(value) for name, value in rank.items()})
     backend = "gloo" if device.type == "cpu" else "nccl"

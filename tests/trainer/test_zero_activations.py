@@ -41,7 +41,7 @@ ENGINES = [
     pytest.param(1, "native", marks=pytest.mark.slow),
     (2, "native"),
     (3, "fsdp2"),
-    pytest.param(2, "deepspeed", marks=pytest.mark.slow),
+    *(pytest.param(stage, "deepspeed", marks=pytest.mark.slow) for stage in (2, 3)),
 ]
 
 
@@ -60,8 +60,27 @@ def test_blocks_are_computed_again(stage: int, engine: str):
         torch.testing.assert_close(results[0].losses, plain[0].losses, rtol=0.0, atol=0.0)
         torch.testing.assert_close(results[0].weights, plain[0].weights, rtol=0.0, atol=0.0)
         assert results[0].extra[1] == []  # blocks are given back
-    print(bytes_held)
     assert bytes_held[1] < bytes_held[0] / 3 and bytes_held[2] < bytes_held[1]
+
+
+class Normed(Classifier):
+    """Norms that keep running statistics inside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(2)]
+        self.net = nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
+
+
+@pytest.mark.parametrize(("stage", "engine"), ENGINES)
+def test_a_batch_is_counted_once_by_norms(stage: int, engine: str):
+    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    job = Fit(Normed, {"max_epochs": 1, "limit_val_batches": 0}, lambda: row_dataset(40, 4))
+    plain, again = on_ranks([(job, zero(stage, engine=engine, activation_checkpointing=on)) for on in (False, True)], 2)
+    assert plain[0].weights["net.0.1.num_batches_tracked"] == 5
+    assert again[0].weights.keys() == plain[0].weights.keys()
+    torch.testing.assert_close(again[0].weights, plain[0].weights, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(
