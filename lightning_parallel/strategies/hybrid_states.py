@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.schedule import Schedule
@@ -87,6 +89,8 @@ class DividedPipeline(DividedCheckpoints):
         self._states, self._released, self._evaluates, self._learnt = None, False, False, set()
         self.windows = None
         super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING and self._divides_evaluations(trainer):
+            self._divide([], self._options(master_weights=False)).divide_all()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -98,22 +102,34 @@ class DividedPipeline(DividedCheckpoints):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         self._refuse_whole(trainer)
-        host = torch.device("cpu") if self.offload else None
-        options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, host)
-        assert self.watch is not None
-        with self.watch.opening():
-            reductions = pipeline.open_sum_group()
-        graphs = pipeline.cut.graphs
-        self._states = StageStates(
-            pipeline.table, self.optimizers, pipeline.data, options, self.blocked,
-            by_block=self.gather_once_a == "microbatch", reductions=reductions,
-            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
-        )  # fmt: skip
-        self.windows = self._states.windows if self.gather_once_a == "microbatch" else None
+        self._divide(self.optimizers, self._options(self.master_weights))
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _divides_evaluations(self, trainer: Trainer) -> bool:
+        """Whether an evaluation without `fit` gathers for every micro-batch; what gathers once would hold all of it."""
+        pipeline, module = self.pipeline, self.lightning_module
+        assert module is not None
+        whole = pipeline.data.size == 1 or pipeline.num_replicas > 1 or model_copies(trainer, module)
+        return self.gather_once_a == "microbatch" and not whole
+
+    def _options(self, master_weights: bool) -> Options:
+        host = torch.device("cpu") if self.offload else None
+        return Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), master_weights, host)
+
+    def _divide(self, optimizers: Sequence[Optimizer], options: Options) -> StageStates:
+        pipeline, graphs, by_block = self.pipeline, self.pipeline.cut.graphs, self.gather_once_a == "microbatch"
+        assert self.watch is not None
+        with self.watch.opening():
+            reductions = pipeline.open_sum_group()
+        self._states = states = StageStates(
+            pipeline.table, optimizers, pipeline.data, options, self.blocked, by_block, reductions,
+            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
+        )  # fmt: skip
+        self.windows = states.windows if by_block else None
+        return states
 
     def _refuse_whole(self, trainer: Trainer) -> None:
         """Raise for what needs parameters whole where stage 3 has parts of them."""

@@ -91,6 +91,10 @@ class StageStates:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def divide_all(self) -> None:
+        """Divide all parameters, where no optimizer says which; all copies call it."""
+        self.partition.fill(list(self._entries)[::-1])
+
     def reduce(self, accumulating: bool) -> None:
         """A step's gradients are in `grad`: average them over the copies, and keep this rank's part.
 
