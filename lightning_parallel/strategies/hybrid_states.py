@@ -44,8 +44,8 @@ class DividedPipeline(DividedCheckpoints):
 
     Args:
         zero_stage: 0 divides nothing, 1 optimizer states, 2 gradients too (between steps), 3 parameters too.
-        gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
-            for the backward of every "microbatch".
+        gather: with `zero_stage=3`, how often parameters are gathered: once a "step", or for the forward and for the
+            backward of every "microbatch", block by block.
         bucket_mb: megabytes of gradients that are reduced at a time.
         master_weights: with parameters of 16 bits, let the optimizer update a divided copy of 32 bits.
         offload: keep optimizer states, and that copy, in the host's memory, and update there.
