@@ -19,9 +19,9 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
+from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
@@ -89,8 +89,8 @@ class DividedPipeline(DividedCheckpoints):
         self._states, self._released, self._evaluates, self._learnt = None, False, False, set()
         self.windows = None
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING and self._divides_evaluations(trainer):
-            self._divide([], self._options(master_weights=False)).divide_all()
+        if trainer.state.fn != TrainerFn.FITTING and self._states is None and self._divides_evaluations(trainer):
+            self._divide(self.pipeline).divide([parameter for _, parameter in self.pipeline.own])
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -102,7 +102,8 @@ class DividedPipeline(DividedCheckpoints):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         self._refuse_whole(trainer)
-        self._divide(self.optimizers, self._options(self.master_weights))
+        states = self._divide(pipeline) if self._states is None else self._states
+        states.partition.take(self.optimizers)
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
@@ -115,21 +116,40 @@ class DividedPipeline(DividedCheckpoints):
         whole = pipeline.data.size == 1 or pipeline.num_replicas > 1 or model_copies(trainer, module)
         return self.gather_once_a == "microbatch" and not whole
 
-    def _options(self, master_weights: bool) -> Options:
-        host = torch.device("cpu") if self.offload else None
-        return Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), master_weights, host)
-
-    def _divide(self, optimizers: Sequence[Optimizer], options: Options) -> StageStates:
-        pipeline, graphs, by_block = self.pipeline, self.pipeline.cut.graphs, self.gather_once_a == "microbatch"
-        assert self.watch is not None
+    def _divide(self, pipeline: Pipeline) -> StageStates:
+        """What divides states of the stages of a pipeline, which may be about to be assembled; nothing is so far."""
+        assert self.watch is not None and self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        host = torch.device("cpu") if self.offload and fits else None
+        nbytes = max(1, int(self.bucket_mb * 2**20))
+        options = Options(self.zero_stage, nbytes, self.master_weights and fits, host)
+        by_block = self.gather_once_a == "microbatch"
         with self.watch.opening():
             reductions = pipeline.open_sum_group()
+        graphs = self.cuda_graphs and pipeline.cut.graphs
         self._states = states = StageStates(
-            pipeline.table, optimizers, pipeline.data, options, self.blocked, by_block, reductions,
-            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
+            pipeline.table, [], pipeline.data, options, self.blocked, by_block, reductions,
+            **({"comes_unseen": graphs.adds_to} if graphs else {}),
         )  # fmt: skip
         self.windows = states.windows if by_block else None
         return states
+
+    def _divide_early(self, pipeline: Pipeline, parameters: Sequence[nn.Parameter]) -> None:
+        """A stage is built: divide what was just made of it, before more is."""
+        (self._divide(pipeline) if self._states is None else self._states).divide(parameters)
+
+    def divides_early(self) -> Callable[[Pipeline, Sequence[nn.Parameter]], None] | None:
+        module = self.lightning_module
+        assert module is not None
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        divides = self.zero_stage == 3 and (fits or self.gather_once_a == "microbatch")
+        return self._divide_early if divides and not model_copies(module.trainer, module) else None
+
+    @contextmanager
+    def model_sharded_context(self) -> Any:
+        """`configure_model` builds parameters without memory, where a rank does not keep them whole."""
+        with without_memory() if self.num_ranks > 1 or self.zero_stage == 3 else nullcontext():
+            yield
 
     def _refuse_whole(self, trainer: Trainer) -> None:
         """Raise for what needs parameters whole where stage 3 has parts of them."""

@@ -84,7 +84,16 @@ class Partition:
         self.buckets: list[Bucket] = []
         self._slots: dict[nn.Parameter, tuple[int, int]] = {}
         self.shapes: dict[nn.Parameter, torch.Size] = {}  # as divided; others may change them in the end
-        self.optimizers = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
+        self.optimizers: list[ShardedOptimizer] = []
+        self.take(optimizers)
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have these optimizers update parts, of parameters in buckets and of new ones; all ranks call it.
+
+        Raises:
+            ValueError: see the class.
+        """
+        self.optimizers += [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
         for optimizer in optimizers:
             self.cover(optimizer)
 
