@@ -55,6 +55,11 @@ def load_weights(module: nn.Module, path: str | Path, prefix: str = "", strict: 
         _load(module, wish)
 
 
+def has_noted(module: nn.Module) -> bool:
+    """Whether `load_weights` noted something."""
+    return bool(vars(module).get(_WISHES))
+
+
 def load_noted(module: nn.Module) -> None:
     """Fulfil what `load_weights` noted, now that this rank's parameters have memory."""
     for wish in vars(module).pop(_WISHES, []):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.weights import load_noted
+from lightning_parallel.checkpoint.weights import has_noted, load_noted
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
@@ -55,6 +56,7 @@ class Pipeline(SharedParameters):
         recompute, keep_inputs: see `Cut`.
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
         early_sums: whether sums of gradients over copies begin while backwards run.
+        divide: divides parameters over the copies as soon as they are made, given this and them; None: they stay whole.
         context: what forwards run in, to measure them for partition="time".
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         tensor: how parameters are cut over the tensor axis, once all ranks hold equal ones.
@@ -89,12 +91,14 @@ class Pipeline(SharedParameters):
         keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
         cuda_graphs: bool = False,
         early_sums: bool = True,
+        divide: Callable[[Pipeline, Sequence[nn.Parameter]], None] | None = None,
         context: Context = nullcontext,
         fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
         placement = placement or {(0, row): row for row in range(len(copies[0]))}
         super().__init__(copies, placement, device, group, waiting, tensor_size, mates_group)
+        self._divide = divide
         self.model, self._cut_over_tensor = model, (tensor or Uncut()).cut
         data_place, tensor_place = divmod(self.copy, tensor_size)
         first = data_place * tensor_size
@@ -120,6 +124,7 @@ class Pipeline(SharedParameters):
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(self.device)
+        divided = self._make_in_parts(seed)
         self.table.materialize(self.device, seed)
         load_noted(self.model)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
@@ -128,11 +133,32 @@ class Pipeline(SharedParameters):
         self.to_device(self.device)
         self._groups = self._open_groups()
         self._equalize_shared()
-        values = [parameter.data for _, parameter in self.own] + self.own_buffers()
+        values = [p.data for _, p in self.own if p not in divided] + self.own_buffers()
         self.data.equalize(values)
+        if divided and self._divide is not None:
+            self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
         self.tensor.equalize(values)
         self._cut_over_tensor()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
+
+    def _make_in_parts(self, seed: int) -> set[nn.Parameter]:
+        """Make blocks that have no memory yet, one after the other, and divide each over the copies: which were.
+
+        What lies outside of blocks is made first: its modules may initialise what is inside of them, which is then
+        still to come.
+        """
+        divided: set[nn.Parameter] = set()
+        if self._divide is None or self.data.size == 1 or self.tensor_size > 1 or self.num_replicas > 1:
+            return divided
+        blocks = [] if has_noted(self.model) else self.table.parts()
+        if blocks:
+            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks))
+        for block in blocks:
+            self.table.materialize(self.device, seed, partial(_within, modules=[block]))
+            made = [p for p in self.model.get_submodule(block).parameters() if not p.is_meta]
+            self._divide(self, made)
+            divided.update(made)
+        return divided
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
@@ -215,6 +241,10 @@ class Pipeline(SharedParameters):
         self.data.equalize([seed])
         self.tensor.equalize([seed])
         return int(seed)
+
+
+def _within(name: str, modules: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def rows_by_rank(schedule: Schedule) -> list[int]:

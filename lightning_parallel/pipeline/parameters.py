@@ -148,8 +148,27 @@ class ParameterTable:
                         origin = f"buffer `{name}.{leaf}` of stage {unit.stage}"
                         module._buffers[leaf] = Phantom(buffer.to("meta"), device, origin)
 
-    def materialize(self, device: torch.device, seed: int) -> None:
+    def parts(self) -> list[str]:
+        """The names of the blocks in which all of this rank's parameters without memory lie that can be made block by
+        block, in the order in which a backward is done with them; none where that cannot be.
+
+        It cannot where some parameters have memory already, or a block shares some with what lies outside.
+        """
+        own, blocks = list(self.own()), self.blocks()
+        units = [unit for unit in self.layout.units if unit.block is not None and self.holds_stage(unit.stage)]
+        shared = [name for entry, _ in own if entry.name not in blocks for name in entry.names]
+        shares = any(f"{name}.".startswith(f"{unit.name}.") for unit in units for name in shared)
+        if shares or not all(parameter.is_meta for _, parameter in own):
+            return []
+        return [unit.name for unit in sorted(units, key=lambda unit: -(unit.block or 0))]
+
+    def materialize(self, device: torch.device, seed: int, wanted: Callable[[str], bool] = lambda module: True) -> None:
         """Give this rank's meta parameters memory and initial values, module by module, whatever the layout.
+
+        Args:
+            device: where.
+            seed: of the initial values.
+            wanted: asked with a module's name.
 
         Raises:
             ValueError: a module holds meta parameters and nothing says how to initialise them.
@@ -157,7 +176,7 @@ class ParameterTable:
         memo: dict[int, Tensor] = {}
         for index, (name, module) in enumerate(self.model.named_modules()):
             own = [leaf for leaf, p in module._parameters.items() if p is not None and p.is_meta and not _is_foreign(p)]
-            if not own:
+            if not own or not wanted(name):
                 continue
             for leaf in own:
                 parameter = module._parameters[leaf]

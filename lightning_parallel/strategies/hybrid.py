@@ -52,8 +52,8 @@ class HybridStrategy(DividedPipeline):
             then taken of the parts. Anything else that a step does with them gathers them: all ranks have to do it.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
             optimizer states, 2 gradients too (between steps), 3 parameters too.
-        gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
-            for the backward of every "microbatch", which holds one stage's at a time and moves more.
+        gather: with `zero_stage=3`, how often parameters are gathered: once a "step", or for the forward and for the
+            backward of every "microbatch", block by block, which holds two blocks at a time and moves more.
         bucket_mb: with `zero_stage`, megabytes of gradients that are reduced at a time.
         master_weights: with `zero_stage` and parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the
             optimizer update a divided copy of 32 bits, as in the paper.

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_parallel.pipeline.assembly import Pipeline, without_memory
 from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
@@ -42,8 +44,8 @@ class DividedPipeline(DividedCheckpoints):
 
     Args:
         zero_stage: 0 divides nothing, 1 optimizer states, 2 gradients too (between steps), 3 parameters too.
-        gather: with `zero_stage=3`, how often a stage's parameters are gathered: once a "step", or for the forward and
-            for the backward of every "microbatch".
+        gather: with `zero_stage=3`, how often parameters are gathered: once a "step", or for the forward and for the
+            backward of every "microbatch", block by block.
         bucket_mb: megabytes of gradients that are reduced at a time.
         master_weights: with parameters of 16 bits, let the optimizer update a divided copy of 32 bits.
         offload: keep optimizer states, and that copy, in the host's memory, and update there.
@@ -87,6 +89,8 @@ class DividedPipeline(DividedCheckpoints):
         self._states, self._released, self._evaluates, self._learnt = None, False, False, set()
         self.windows = None
         super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING and self._states is None and self._divides_evaluations(trainer):
+            self._divide(self.pipeline).divide([parameter for _, parameter in self.pipeline.own])
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -98,22 +102,54 @@ class DividedPipeline(DividedCheckpoints):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         self._refuse_whole(trainer)
-        host = torch.device("cpu") if self.offload else None
-        options = Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, host)
-        assert self.watch is not None
-        with self.watch.opening():
-            reductions = pipeline.open_sum_group()
-        graphs = pipeline.cut.graphs
-        self._states = StageStates(
-            pipeline.table, self.optimizers, pipeline.data, options, self.blocked,
-            by_block=self.gather_once_a == "microbatch", reductions=reductions,
-            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
-        )  # fmt: skip
-        self.windows = self._states.windows if self.gather_once_a == "microbatch" else None
+        states = self._divide(pipeline) if self._states is None else self._states
+        states.partition.take(self.optimizers)
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
+
+    def _divides_evaluations(self, trainer: Trainer) -> bool:
+        """Whether an evaluation without `fit` gathers for every micro-batch; what gathers once would hold all of it."""
+        pipeline, module = self.pipeline, self.lightning_module
+        assert module is not None
+        whole = pipeline.data.size == 1 or pipeline.num_replicas > 1 or model_copies(trainer, module)
+        return self.gather_once_a == "microbatch" and not whole
+
+    def _divide(self, pipeline: Pipeline) -> StageStates:
+        """What divides states of the stages of a pipeline, which may be about to be assembled; nothing is so far."""
+        assert self.watch is not None and self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        host = torch.device("cpu") if self.offload and fits else None
+        nbytes = max(1, int(self.bucket_mb * 2**20))
+        options = Options(self.zero_stage, nbytes, self.master_weights and fits, host)
+        by_block = self.gather_once_a == "microbatch"
+        with self.watch.opening():
+            reductions = pipeline.open_sum_group()
+        graphs = self.cuda_graphs and pipeline.cut.graphs
+        self._states = states = StageStates(
+            pipeline.table, [], pipeline.data, options, self.blocked, by_block, reductions,
+            **({"comes_unseen": graphs.adds_to} if graphs else {}),
+        )  # fmt: skip
+        self.windows = states.windows if by_block else None
+        return states
+
+    def _divide_early(self, pipeline: Pipeline, parameters: Sequence[nn.Parameter]) -> None:
+        """A stage is built: divide what was just made of it, before more is."""
+        (self._divide(pipeline) if self._states is None else self._states).divide(parameters)
+
+    def divides_early(self) -> Callable[[Pipeline, Sequence[nn.Parameter]], None] | None:
+        module = self.lightning_module
+        assert module is not None
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        divides = self.zero_stage == 3 and (fits or self.gather_once_a == "microbatch")
+        return self._divide_early if divides and not model_copies(module.trainer, module) else None
+
+    @contextmanager
+    def model_sharded_context(self) -> Any:
+        """`configure_model` builds parameters without memory, where a rank does not keep them whole."""
+        with without_memory() if self.num_ranks > 1 or self.zero_stage == 3 else nullcontext():
+            yield
 
     def _refuse_whole(self, trainer: Trainer) -> None:
         """Raise for what needs parameters whole where stage 3 has parts of them."""

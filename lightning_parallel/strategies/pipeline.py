@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
@@ -248,6 +248,10 @@ class PipelineStrategy(PipelineGradients):
         """A context in which inputs of blocks are saved that `recompute="block"` computes again."""
         return nullcontext()
 
+    def divides_early(self) -> Callable[[Pipeline, Sequence[nn.Parameter]], None] | None:
+        """What divides parameters over the copies as soon as they are made, if anything does."""
+        return None
+
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
         schedule = self._full_schedule()
@@ -275,6 +279,7 @@ class PipelineStrategy(PipelineGradients):
             keep_inputs=self.keep_inputs,
             cuda_graphs=self.cuda_graphs,
             early_sums=self.early_sums,
+            divide=self.divides_early(),
             context=self.precision_plugin.train_step_context,
             fail=self._stage_error,
             waiting=self.blocked,

@@ -84,7 +84,16 @@ class Partition:
         self.buckets: list[Bucket] = []
         self._slots: dict[nn.Parameter, tuple[int, int]] = {}
         self.shapes: dict[nn.Parameter, torch.Size] = {}  # as divided; others may change them in the end
-        self.optimizers = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
+        self.optimizers: list[ShardedOptimizer] = []
+        self.take(optimizers)
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have these optimizers update parts, of parameters in buckets and of new ones; all ranks call it.
+
+        Raises:
+            ValueError: see the class.
+        """
+        self.optimizers += [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
         for optimizer in optimizers:
             self.cover(optimizer)
 
@@ -149,11 +158,11 @@ class Partition:
         order = {parameter: i for i, parameter in enumerate(names)}
         new = sorted(dict.fromkeys(new), key=order.__getitem__, reverse=True)  # as a backward comes by
         self._agree(f"group {len(groups) - 1} of {type(optimizer).__name__}", [names[p] for p in new])
-        self._fill(new)
+        self.fill(new)
         self.sharded(optimizer).cut_states()
 
-    def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """New buckets: what trains apart from what does not, dtype by dtype."""
+    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put parameters into new buckets, what trains apart from what does not, dtype by dtype; all ranks call it."""
         options = self.options
         parameters = sorted(parameters, key=lambda p: (not p.requires_grad, self._apart(p)))
         keys = [(p.requires_grad, p.dtype, p.device, self._apart(p)) for p in parameters]

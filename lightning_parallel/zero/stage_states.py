@@ -91,6 +91,11 @@ class StageStates:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def divide(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide parameters, where no optimizer says which, that may have been made since; all copies call it."""
+        self._entries = {parameter: entry for entry, parameter in self.table.own()}
+        self.partition.fill(list(parameters)[::-1])
+
     def reduce(self, accumulating: bool) -> None:
         """A step's gradients are in `grad`: average them over the copies, and keep this rank's part.
 

@@ -1,0 +1,68 @@
+"""A stage that is built without memory is made and divided block by block: no rank ever holds it whole."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_parallel.demo.gpt import GPT
+from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
+from tests.trainer.pipelines import one_process
+
+BLOCKS = 8
+
+
+class Late(LightningModule):
+    """Builds its layers in `configure_model`, and counts bytes of parameters whenever one of its products is made."""
+
+    training_step, validation_step, configure_optimizers, _loss, forward = (
+        GPT.training_step, GPT.validation_step, GPT.configure_optimizers, GPT._loss, GPT.forward,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = None
+        self.counts: list[int] = []
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            built = gpt(num_blocks=BLOCKS)
+            self.context, self.explicit_mask, self.learning_rate = built.context, True, 1e-3
+            for name, child in built.named_children():
+                setattr(self, name, child)
+            for block in self.blocks:
+                block.down.reset_parameters = lambda layer=block.down: self.made(layer)
+
+    def made(self, layer: nn.Linear) -> None:
+        nn.Linear.reset_parameters(layer)
+        with torch._C.DisableTorchFunctionSubclass():
+            own = [p.untyped_storage() for p in self.parameters() if type(p) is nn.Parameter and not p.is_meta]
+            self.counts.append(sum({storage._cdata: storage.nbytes() for storage in own}.values()))
+
+
+def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
+    own = [(entry.name, p.nbytes) for entry, p in trainer.strategy.pipeline.own]
+    return module.counts, sum(n for name, n in own if name.startswith("blocks.")), sum(n for _, n in own)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(2, 2, 1, {"zero_stage": 3, "gather": "microbatch", "schedule": "zb_v"}),
+        pytest.param(Mesh(2, 1, 1, {"zero_stage": 3}), marks=pytest.mark.slow),
+    ],
+    ids=["microbatch", "step"],
+)
+def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
+    case = gpt_case().but(make=Late, at_end=counts)
+    [records] = on_meshes([(case, mesh)])
+    for record in records:
+        seen, blocks, whole = record.extra
+        held = BLOCKS // mesh.pipeline
+        assert len(seen) == held
+        for number, nbytes in enumerate(seen):  # a half of those before, one block, what lies outside, and padding
+            assert nbytes <= (number / 2 + 1) * blocks / held + (whole - blocks) + 64 * (number + 1)
+    reference = one_process(case.but(initial=records[0].initial, at_end=None))
+    assert_one_process(records, reference, mesh)
