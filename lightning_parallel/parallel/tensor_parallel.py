@@ -7,7 +7,7 @@ shapes of the user's are those of checkpoints, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
-from lightning_parallel.parallel.heads import shared_heads
+from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
@@ -74,13 +74,16 @@ class TensorParallel(Uncut):
             if style.kind == "head":
                 part.features, part.apart = features_of(module)[1], self._loss_parallel
                 part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
+            elif style.kind == "keys":
+                part.features = features_of(module)[1] * style.copies // self.axis.size
+                part.begin = self.axis.rank // style.copies * part.features
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):
                 self._sum_gradients(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._sum_gradients([module.bias])
-            if style.kind in ("colwise", "head") and is_conv1d(module):
+            if style.kind in ("colwise", "keys", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
             if style.kind == "heads":
                 self._change(module, num_heads=module.num_heads // self.axis.size)
@@ -96,6 +99,10 @@ class TensorParallel(Uncut):
         for name, parameter in model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.data = self.part(name, parameter.data)
+        self._hooks.append(model.register_load_state_dict_pre_hook(self._load_parts))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """The whole of what is cut like the parameter of that name, on every rank; all ranks call it.
@@ -159,9 +166,16 @@ class TensorParallel(Uncut):
 
     def _find_heads(self) -> dict[str, dict[str, int]]:
         """The modules that hold column-wise ones, and this rank's counts of heads in them."""
-        columns = [name for name, style in self.styles.items() if style.kind == "colwise"]
-        names = dict.fromkeys(name.rpartition(".")[0] for name in columns)
-        return {name: shared_heads(self.model.get_submodule(name), name, self.axis.size) for name in names}
+        found: dict[str, dict[str, int]] = {}
+        for full, style in self.styles.items():
+            if style.kind in ("colwise", "keys"):
+                name = full.rpartition(".")[0]
+                module = self.model.get_submodule(name)
+                if name not in found:
+                    found[name] = shared_heads(module, name, self.axis.size)
+                if style.kind == "keys":
+                    found[name] |= groups_of(module, style.copies)
+        return found
 
     def _refuse_ties(self, cut: dict[int, tuple[str, Shares]]) -> None:
         """A parameter that is cut in one module cannot be whole in another."""
@@ -193,6 +207,11 @@ class TensorParallel(Uncut):
 
     def _summed(self, gradient: Tensor) -> Tensor:
         return self.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+
+    def _load_parts(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        """Whoever loads a whole state into the model, or a copy of it, loads this rank's parts."""
+        mine = [name for name in self.shares if isinstance(state.get(f"{prefix}{name}"), Tensor)]
+        state.update({f"{prefix}{name}": self.part(name, state[f"{prefix}{name}"]) for name in mine})
 
     def _open_scopes(self) -> None:
         """Modules that hold column-wise ones, with heads and widths of this rank."""

@@ -154,6 +154,24 @@ class HybridStrategy(DividedPipeline):
             )
         return super()._assemble()
 
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        output = super().training_step(batch, *args)
+        if self.axis_size("tensor") > 1:
+            self._compare_losses(output)
+        return output
+
+    def _compare_losses(self, output: Any) -> None:
+        """At batches 0, 1, 2, 4, 8, ...: what somebody does with a rank's part of the model comes out in its loss.
+
+        Raises:
+            ValueError: ranks that see the same rows have different losses.
+        """
+        assert self.lightning_module is not None
+        index = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx
+        if index & (index - 1) == 0:
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self.pipeline.check_same("loss", {f"training batch {index}": loss})
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.axis_size("tensor") > 1:

@@ -30,6 +30,13 @@ def llama(**options: Any) -> HuggingFaceLM:
     return HuggingFaceLM("llama", vocabulary=19, context=16, width=16, num_blocks=4, num_heads=4, **options)
 
 
+def one_key_head() -> HuggingFaceLM:
+    module = llama()
+    module.model.config.num_key_value_heads = 1
+    module.model = type(module.model)(module.model.config)
+    return module
+
+
 def whole_gpt() -> Any:
     return gpt(num_heads=4)
 
@@ -56,7 +63,7 @@ def test_a_tensor_axis_is_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [whole_gpt, llama])
+@pytest.mark.parametrize("make", [whole_gpt, llama, one_key_head])
 def test_layouts_with_a_tensor_axis_are_one_process(make):
     check_layouts(make, list(MESHES))
 
