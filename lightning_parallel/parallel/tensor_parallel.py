@@ -24,6 +24,7 @@ from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequen
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
+from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.phantom import Phantom
 
 
@@ -41,6 +42,7 @@ class TensorParallel(Uncut):
     Attributes:
         styles: of every module that is cut, by name.
         shares: of every parameter that is cut, by each of its names.
+        summed: parameters that are not cut and whose gradients are sums over the axis, see `sum_gradients`.
 
     Raises:
         ValueError: the plan does not fit the model or the number of ranks.
@@ -63,6 +65,7 @@ class TensorParallel(Uncut):
         self.shares = self._find_shares()
         self._heads = self._find_heads()
         self._region = Region(axis, device)
+        self.summed: dict[nn.Parameter, None] = {}
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []
 
@@ -80,9 +83,9 @@ class TensorParallel(Uncut):
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):
-                self._sum_gradients(module.parameters())
+                self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
-                self._sum_gradients([module.bias])
+                self._are_summed([module.bias])
             if style.kind in ("colwise", "keys", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
             if style.kind == "heads":
@@ -197,16 +200,18 @@ class TensorParallel(Uncut):
             self._change(module, padding_idx=padding - begin if begin <= padding < end else None)
         part.begin = begin
 
-    def _sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of parameters that a rank uses with features or positions of its own."""
-        for parameter in parameters:
-            if not isinstance(parameter, Phantom):
-                trains = parameter.requires_grad
-                self._hooks.append(parameter.requires_grad_().register_hook(self._summed))
-                parameter.requires_grad_(trains)  # a frozen one may train later
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up over the axis, in place and in one message a dtype, gradients of parameters that a rank uses with
+        features or positions of its own; all ranks call it with the same."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for bucket in buckets(gradients):
+            flat = self.axis.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]))
+            for gradient, total in zip(bucket, views(flat, bucket), strict=True):
+                gradient.copy_(total)
 
-    def _summed(self, gradient: Tensor) -> Tensor:
-        return self.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+    def _are_summed(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.summed.update(dict.fromkeys(p for p in parameters if not isinstance(p, Phantom)))
 
     def _load_parts(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
         """Whoever loads a whole state into the model, or a copy of it, loads this rank's parts."""

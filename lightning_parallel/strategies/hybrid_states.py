@@ -103,11 +103,10 @@ class DividedPipeline(DividedCheckpoints):
         assert self.watch is not None
         with self.watch.opening():
             reductions = pipeline.open_sum_group()
-        graphs = pipeline.cut.graphs
         self._states = StageStates(
             pipeline.table, self.optimizers, pipeline.data, options, self.blocked,
             by_block=self.gather_once_a == "microbatch", reductions=reductions,
-            **({} if graphs is None else {"comes_unseen": graphs.adds_to}),
+            comes_unseen=pipeline.comes_unseen,
         )  # fmt: skip
         self.windows = self._states.windows if self.gather_once_a == "microbatch" else None
         plugin = self.precision_plugin

@@ -149,7 +149,10 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
 QUICK = ("gpt", "gpt2", "llama", "llama, one head of keys", "bert", "t5")  # of these the default tests have enough
 
 
-def steps(model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Callable[[str, Tensor], Tensor]) -> Any:
+def steps(
+    model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Callable[[str, Tensor], Tensor],
+    after_backward: Callable[[], None] = lambda: None,
+) -> Any:  # fmt: skip
     """Three clipped steps of AdamW: losses, norms, first gradients, weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms, gradients = [], [], {}
@@ -157,6 +160,7 @@ def steps(model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Ca
         optimizer.zero_grad()
         loss = loss_of(model)
         loss.backward()
+        after_backward()
         if not step:
             gradients = {n: whole(n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
         norms.append(clip())
@@ -186,7 +190,8 @@ def on_ranks(name: str, size: int, **options: Any) -> list[Any]:
     def run(rank: int) -> Any:
         tensor = TensorParallel(model, TensorAxis(rank, size), torch.device("cpu"), **options)
         tensor.cut()
-        result = steps(model, loss_of, lambda: clip_by(model, tensor), tensor.whole)
+        add_up = lambda: tensor.sum_gradients(tensor.summed)  # noqa: E731
+        result = steps(model, loss_of, lambda: clip_by(model, tensor), tensor.whole, add_up)
         bits = {n: p.detach().clone() for n, p in model.named_parameters() if n not in tensor.shares}
         cut = len({id(model.get_parameter(n)) for n in tensor.shares})
         return result, bits, cut
