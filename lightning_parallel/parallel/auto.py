@@ -4,7 +4,7 @@ The one idea: what is cut comes in pairs, linear modules that widen or make head
 brings the features back (by rows). Their names are convention, and shapes have to fit: the second takes in what the
 first give out. A model of `transformers` may say it itself (`base_model_tp_plan`).
 
-Left out: mixtures of experts, relative positions with a bias a head (T5), cross attention in one product (GPT-2's).
+Left out: mixtures of experts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,30 @@ from lightning_parallel.parallel.attention import can_share_heads
 from lightning_parallel.parallel.heads import says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
-Kind = Literal["colwise", "rowwise", "vocab", "head", "heads", "sequence", "summed"]
+Kind = Literal["colwise", "keys", "rowwise", "vocab", "features", "head", "heads", "sequence", "summed"]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a module is cut; `segments` matrices lie side by side in it."""
+    """How a module is cut; `segments` matrices lie side by side in it, and `copies` ranks have each head of "keys"."""
 
     kind: Any  # a Kind
     segments: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Names of column-wise modules and of the row-wise one behind them, within one module."""
+    """Names of column-wise modules, and how many matrices lie in each, and of the row-wise one behind them, within one
+    module."""
 
     columns: tuple[str, ...]
     row: str
     attention: bool = False
-    segments: int = 1
+    segments: tuple[int, ...] = ()
+
+    def columns_with_segments(self) -> Iterator[tuple[str, int]]:
+        return zip(self.columns, self.segments or (1,) * len(self.columns), strict=True)
 
 
 PAIRS = (
@@ -49,10 +54,14 @@ PAIRS = (
     Pair(("q_lin", "k_lin", "v_lin"), "out_lin", True),  # DistilBERT
     Pair(("query", "key", "value"), "out", True),
     Pair(("query", "key", "value"), "proj", True),
-    Pair(("qkv",), "out", True, 3),
-    Pair(("qkv",), "proj", True, 3),
-    Pair(("qkv_proj",), "o_proj", True, 3),
-    Pair(("c_attn",), "c_proj", True, 3),  # GPT-2, nanoGPT
+    Pair(("qkv",), "out", True, (3,)),
+    Pair(("qkv",), "proj", True, (3,)),
+    Pair(("qkv_proj",), "o_proj", True, (3,)),
+    Pair(("q_attn", "c_attn"), "c_proj", True, (1, 2)),  # GPT-2, to an encoder
+    Pair(("c_attn",), "c_proj", True, (3,)),  # GPT-2, nanoGPT
+    Pair(("q", "k", "v"), "o", True),  # T5
+    Pair(("wi_0", "wi_1"), "wo"),
+    Pair(("wi",), "wo"),
     Pair(("gate_proj", "up_proj"), "down_proj"),
     Pair(("up_proj",), "down_proj"),
     Pair(("up",), "down"),
@@ -63,6 +72,7 @@ PAIRS = (
     Pair(("w1", "w3"), "w2"),
     Pair(("intermediate.dense",), "output.dense"),
 )
+_BIASES = "relative_attention_bias"  # of T5: an embedding of distances with one feature a head
 # transformers' words for ours; others (experts) leave a module whole.
 _THEIRS = {
     "colwise": Style("colwise"), "rowwise": Style("rowwise"), "colwise_rep": Style("head"),
@@ -80,11 +90,13 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
         for pair in PAIRS:
             names = [*pair.columns, pair.row]
             if all(f"{prefix}{x}" not in found for x in names) and _fits(module, pair):
-                found |= {f"{prefix}{column}": Style("colwise", pair.segments) for column in pair.columns}
+                found |= {f"{prefix}{column}": Style("colwise", n) for column, n in pair.columns_with_segments()}
                 found[f"{prefix}{pair.row}"] = Style("rowwise")
                 found |= {
                     f"{prefix}{x}": Style("summed") for x in ("q_norm", "k_norm") if pair.attention and _has(module, x)
                 }
+                if pair.attention and isinstance(_get(module, _BIASES), nn.Embedding):
+                    found[f"{prefix}{_BIASES}"] = Style("features")
     return {**found, **_their_plans(model, set(found)), **_vocabulary(model, set(found), size)}
 
 
@@ -92,10 +104,11 @@ def _fits(module: nn.Module, pair: Pair) -> bool:
     linear = {name: _get(module, name) for name in (*pair.columns, pair.row)}
     if not all(isinstance(x, nn.Linear) or (x is not None and is_conv1d(x)) for x in linear.values()):
         return False
-    wide, narrow = features_of(linear[pair.columns[0]]), features_of(linear[pair.row])
+    narrow = features_of(linear[pair.row])
     if pair.attention and not any(says_heads(x) for x in (module, *(_holder(module, c) for c in pair.columns))):
         return False
-    return wide[1] == pair.segments * narrow[0]
+    column, segments = next(pair.columns_with_segments())
+    return features_of(linear[column])[1] == segments * narrow[0]
 
 
 def _their_plans(model: nn.Module, known: set[str]) -> dict[str, Style]:

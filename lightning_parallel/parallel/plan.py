@@ -41,12 +41,13 @@ def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
         ValueError: see the module's docstring.
     """
     found = find_plan(model, size) if plan == "auto" else _named(model, plan)
-    if not any(style.kind in ("colwise", "rowwise", "vocab", "head", "heads") for style in found.values()):
+    if not any(style.kind not in ("summed", "sequence") for style in found.values()):
         raise ValueError(
             f"tensor_plan={plan!r} cuts no module of {type(model).__name__} over {size} ranks: no attention, perceptron"
             ' or embedding is of a form it knows. Name them: tensor_plan={"blocks.*.up": "colwise", "blocks.*.down":'
             ' "rowwise"}.'
         )
+    found |= _shared_keys(model, found, size)
     for name, style in found.items():
         _check(model, name, style, size)
     return {name: found[name] for name, _ in model.named_modules() if name in found}
@@ -73,7 +74,29 @@ def _style(pattern: str, word: str, module: nn.Module) -> Style:
         raise ValueError(f"tensor_plan[{pattern!r}]={word!r}: use {WORDS}.")
     if kind == "vocab" and not isinstance(module, nn.Embedding):
         kind = "head"
+    if kind == "colwise" and isinstance(module, nn.Embedding):
+        kind = "features"
     return Style(kind, int(number or 1))
+
+
+def _shared_keys(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Style]:
+    """Column-wise modules that make heads of keys or values, fewer than ranks: others in their module make more."""
+    heads = {name: _heads(model, name) for name, style in styles.items() if style == Style("colwise")}
+    most: dict[str, int] = {}
+    for name, count in heads.items():
+        holder = name.rpartition(".")[0]
+        most[holder] = max(count, most.get(holder, 0))
+    few = {n: c for n, c in heads.items() if 0 < c < min(size, most[n.rpartition(".")[0]]) and size % c == 0}
+    return {name: Style("keys", copies=size // count) for name, count in few.items()}
+
+
+def _heads(model: nn.Module, name: str) -> int:
+    """Heads that a linear module makes; 0 where nothing says so."""
+    module, per_head = model.get_submodule(name), head_features(model, name)
+    if not isinstance(module, nn.Linear) and not is_conv1d(module):
+        return 0
+    features = features_of(module)[1]
+    return features // per_head if per_head and features % per_head == 0 else 0
 
 
 def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
@@ -81,16 +104,21 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "heads":
         refuse_attention(module, name, size)  # type: ignore[arg-type]
         return
-    if style.kind in ("colwise", "rowwise", "head") and not (isinstance(module, nn.Linear) or is_conv1d(module)):
+    linear = style.kind in ("colwise", "keys", "rowwise", "head")
+    if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f'tensor_plan makes `{name}` ({type(module).__name__}) "{style.kind}", which is for linear modules.'
         )
-    if style.kind in ("colwise", "rowwise", "head") and _forward_of(module) not in _linear_forwards(module):
+    if linear and _forward_of(module) not in _linear_forwards(module):
         raise ValueError(
             f"tensor_plan cuts `{name}` ({type(module).__name__}), whose forward is its own and not that of a linear"
             " module. Leave it out of the plan."
         )
-    if style.kind == "vocab" and isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+    if (
+        isinstance(module, nn.Embedding)
+        and style.kind in ("vocab", "features")
+        and (module.max_norm is not None or module.sparse)
+    ):
         raise ValueError(f"tensor_plan cuts the embedding `{name}`, which has max_norm or sparse=True. Leave it out.")
     _check_sizes(model, name, module, style, size)
 
@@ -105,22 +133,24 @@ def _linear_forwards(module: nn.Module) -> Sequence[Any]:
     return [cls.forward for cls in bases]
 
 
-def _check_sizes(model: nn.Module, name: str, module: nn.Module, style: Style, size: int) -> None:
+def _check_sizes(model: nn.Module, name: str, module: Any, style: Style, size: int) -> None:
     if style.kind in ("vocab", "head"):
         rows = module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
         if -(-rows // size) * (size - 1) >= rows:
             raise ValueError(f"`{name}` has {rows} entries, too few for {size} ranks of the tensor axis.")
         return
-    if style.kind not in ("colwise", "rowwise"):
+    if style.kind not in ("colwise", "keys", "rowwise", "features"):
         return
-    features = features_of(module)[style.kind == "colwise"] // style.segments
-    per_head = head_features(model, name)
-    if per_head and features % per_head == 0 and (features // per_head) % size:
+    is_table = style.kind == "features"
+    whole = module.embedding_dim if is_table else features_of(module)[style.kind != "rowwise"]
+    features, per_head = whole // style.segments, 0 if is_table else head_features(model, name)
+    if style.kind != "keys" and per_head and features % per_head == 0 and (features // per_head) % size:
         raise ValueError(
             f"`{name}` has {features // per_head} heads of {per_head} features, which {size} ranks of the tensor axis"
-            " do not divide. Choose a tensor_parallel_size that divides the heads, of keys and values too."
+            " do not divide. Choose a tensor_parallel_size that divides the heads, and of which keys' and values' heads"
+            " are a divisor or a multiple."
         )
-    if features % size or features_of(module)[style.kind == "colwise"] % style.segments:
+    if features % size or whole % style.segments:
         raise ValueError(
             f"`{name}` has {features} features to cut, which {size} ranks of the tensor axis do not divide. Choose"
             " another tensor_parallel_size, or leave the module out of tensor_plan."
@@ -138,14 +168,14 @@ class Cut:
 def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
     """How the parameters of a module in that style are cut; those that are not named stay whole."""
     out_dim = 1 if is_conv1d(module) else 0
-    if style.kind in ("colwise", "head"):
+    if style.kind in ("colwise", "keys", "head"):
         weight = _shares(module.weight.shape, out_dim, style.segments, size)
         bias = [] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style.segments, size))]
         return [Cut("weight", weight), *bias]
     if style.kind == "rowwise":
         return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
-    if style.kind == "vocab":
-        return [Cut("weight", _shares(module.weight.shape, 0, 1, size))]
+    if style.kind in ("vocab", "features"):
+        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), 1, size))]
     if style.kind == "heads":
         names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
         return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]
@@ -161,7 +191,7 @@ def owners(styles: Mapping[str, Style]) -> list[str]:
     found: dict[str, None] = {}
     columns: list[str] = []
     for name, style in styles.items():
-        if style.kind in ("colwise", "heads"):
+        if style.kind in ("colwise", "keys", "heads"):
             columns.append(name)
         elif style.kind == "rowwise" and columns:
             found[_common([*columns, name])] = None

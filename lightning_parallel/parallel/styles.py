@@ -5,9 +5,11 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
 
     style      module     weights cut        input                 output
     colwise    Linear     along the output   copied to the ranks   this rank's features
+    keys       Linear     along the output   copied to the ranks   the head of keys that this rank's queries attend to
     rowwise    Linear     along the input    this rank's features  summed over the ranks
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
+    features   Embedding  along the features as it is              this rank's features
     summed     any        not                this rank's features  gradients of its parameters are summed
     sequence   norm       not                slices                gathered; gradients of its parameters are summed
 """
@@ -36,7 +38,7 @@ class Part:
         name: the module's.
         region: of the model.
         number: of the module among those cut, for its random numbers.
-        features: of the whole output.
+        features: of the whole output; of a head of keys.
         begin: of this rank's rows of an embedding, or of its output features.
         apart: whether a head's output is left apart; see `VocabLogits`.
         sliced: whether it lies in a block whose hidden states are slices of the sequence.
@@ -84,6 +86,15 @@ class Colwise:
         else:
             x = part.region.enter(x, part.number, self.training)  # type: ignore[attr-defined]
         return super().forward(x)  # type: ignore[misc]
+
+
+class Keys(Colwise):
+    """A linear module that makes fewer heads than ranks: their features are gathered, and each rank takes a head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        whole = gather_rows(super().forward(x), part.region.axis, x.dim() - 1)
+        return whole.narrow(-1, part.begin, part.features)
 
 
 class Rowwise:
@@ -144,7 +155,9 @@ class Scope:
     _tensor_scope: Part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = self._tensor_scope
+        part = _scope_of(self)
+        if part is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         part.region.open()
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -167,6 +180,14 @@ class Checked:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
+def _scope_of(module: Any) -> Part | None:
+    """What a scope knows. A slice of an `nn.Sequential`, a new one of its class, finds it in a module inside."""
+    known: Part | None = module.__dict__.get("_tensor_scope")
+    if known is not None:
+        return known
+    return next((inner._tensor_part for inner in module.modules() if "_tensor_part" in inner.__dict__), None)
+
+
 def _explain(error: RuntimeError, part: Part) -> None:
     """Most such modules fail because they take sizes from where tensor parallelism cannot change them."""
     if "shape" in str(error) or "size" in str(error):
@@ -178,7 +199,8 @@ def _explain(error: RuntimeError, part: Part) -> None:
 
 
 STYLES: dict[str, type] = {
-    "colwise": Colwise, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head, "sequence": SequenceNorm,
+    "colwise": Colwise, "keys": Keys, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
+    "sequence": SequenceNorm,
 }  # fmt: skip
 _classes: dict[tuple[type, type], type] = {}
 

@@ -7,7 +7,7 @@ shapes of the user's are those of checkpoints, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch.distributed.tensor import Placement, Replicate
 from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
-from lightning_parallel.parallel.heads import shared_heads
+from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
+from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.phantom import Phantom
 
 
@@ -41,6 +42,7 @@ class TensorParallel(Uncut):
     Attributes:
         styles: of every module that is cut, by name.
         shares: of every parameter that is cut, by each of its names.
+        summed: parameters that are not cut and whose gradients are sums over the axis, see `sum_gradients`.
 
     Raises:
         ValueError: the plan does not fit the model or the number of ranks.
@@ -63,6 +65,7 @@ class TensorParallel(Uncut):
         self.shares = self._find_shares()
         self._heads = self._find_heads()
         self._region = Region(axis, device)
+        self.summed: dict[nn.Parameter, None] = {}
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []
 
@@ -74,13 +77,16 @@ class TensorParallel(Uncut):
             if style.kind == "head":
                 part.features, part.apart = features_of(module)[1], self._loss_parallel
                 part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
+            elif style.kind == "keys":
+                part.features = features_of(module)[1] * style.copies // self.axis.size
+                part.begin = self.axis.rank // style.copies * part.features
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):
-                self._sum_gradients(module.parameters())
+                self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
-                self._sum_gradients([module.bias])
-            if style.kind in ("colwise", "head") and is_conv1d(module):
+                self._are_summed([module.bias])
+            if style.kind in ("colwise", "keys", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
             if style.kind == "heads":
                 self._change(module, num_heads=module.num_heads // self.axis.size)
@@ -96,6 +102,10 @@ class TensorParallel(Uncut):
         for name, parameter in model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.data = self.part(name, parameter.data)
+        self._hooks.append(model.register_load_state_dict_pre_hook(self._load_parts))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """The whole of what is cut like the parameter of that name, on every rank; all ranks call it.
@@ -159,9 +169,16 @@ class TensorParallel(Uncut):
 
     def _find_heads(self) -> dict[str, dict[str, int]]:
         """The modules that hold column-wise ones, and this rank's counts of heads in them."""
-        columns = [name for name, style in self.styles.items() if style.kind == "colwise"]
-        names = dict.fromkeys(name.rpartition(".")[0] for name in columns)
-        return {name: shared_heads(self.model.get_submodule(name), name, self.axis.size) for name in names}
+        found: dict[str, dict[str, int]] = {}
+        for full, style in self.styles.items():
+            if style.kind in ("colwise", "keys"):
+                name = full.rpartition(".")[0]
+                module = self.model.get_submodule(name)
+                if name not in found:
+                    found[name] = shared_heads(module, name, self.axis.size)
+                if style.kind == "keys":
+                    found[name] |= groups_of(module, style.copies)
+        return found
 
     def _refuse_ties(self, cut: dict[int, tuple[str, Shares]]) -> None:
         """A parameter that is cut in one module cannot be whole in another."""
@@ -183,16 +200,23 @@ class TensorParallel(Uncut):
             self._change(module, padding_idx=padding - begin if begin <= padding < end else None)
         part.begin = begin
 
-    def _sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of parameters that a rank uses with features or positions of its own."""
-        for parameter in parameters:
-            if not isinstance(parameter, Phantom):
-                trains = parameter.requires_grad
-                self._hooks.append(parameter.requires_grad_().register_hook(self._summed))
-                parameter.requires_grad_(trains)  # a frozen one may train later
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up over the axis, in place and in one message a dtype, gradients of parameters that a rank uses with
+        features or positions of its own; all ranks call it with the same."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for bucket in buckets(gradients):
+            flat = self.axis.all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]))
+            for gradient, total in zip(bucket, views(flat, bucket), strict=True):
+                gradient.copy_(total)
 
-    def _summed(self, gradient: Tensor) -> Tensor:
-        return self.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+    def _are_summed(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.summed.update(dict.fromkeys(p for p in parameters if not isinstance(p, Phantom)))
+
+    def _load_parts(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        """Whoever loads a whole state into the model, or a copy of it, loads this rank's parts."""
+        mine = [name for name in self.shares if isinstance(state.get(f"{prefix}{name}"), Tensor)]
+        state.update({f"{prefix}{name}": self.part(name, state[f"{prefix}{name}"]) for name in mine})
 
     def _open_scopes(self) -> None:
         """Modules that hold column-wise ones, with heads and widths of this rank."""

@@ -7,7 +7,7 @@ cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from torch import Tensor, nn
 
 class Uncut:
     """Every rank of the tensor axis, of which there is one, holds parameters whole."""
+
+    summed: Collection[nn.Parameter] = ()  # whose gradients are sums over the axis, to be made after backwards
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add gradients of this step up over the axis, in place, of some of `summed`; all ranks call it."""
 
     def cut(self) -> None:
         """Make this rank's part of every parameter its data; all ranks hold equal values before."""

@@ -99,7 +99,7 @@ class Pipeline(SharedParameters):
         placement = placement or {(0, row): row for row in range(len(copies[0]))}
         super().__init__(copies, placement, device, group, waiting, tensor_size, mates_group)
         self._divide = divide
-        self.model, self._cut_over_tensor = model, (tensor or Uncut()).cut
+        self.model, self._over_tensor = model, tensor or Uncut()
         data_place, tensor_place = divmod(self.copy, tensor_size)
         first = data_place * tensor_size
         self.data = DataAxis([r[self.row] for r in self.copies[tensor_place::tensor_size]], data_group, waiting)
@@ -138,7 +138,7 @@ class Pipeline(SharedParameters):
         if divided and self._divide is not None:
             self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
         self.tensor.equalize(values)
-        self._cut_over_tensor()
+        self._over_tensor.cut()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
     def _make_in_parts(self, seed: int) -> set[nn.Parameter]:
@@ -169,8 +169,12 @@ class Pipeline(SharedParameters):
         if self.num_replicas > 1:
             self.sums = GradientSums(self.table, self._groups, self.device, self.waiting)
         elif self.data.size > 1 and early_sums:
-            unseen = () if graphs is None else (graphs.adds_to,)
-            self.early = EarlySums(self.table, self.gradients, self.open_sum_group(), *unseen)
+            self.early = EarlySums(self.table, self.gradients, self.open_sum_group(), self.comes_unseen)
+
+    def comes_unseen(self, parameter: nn.Parameter) -> bool:
+        """Whether some of a parameter's gradient is made where no hook is called, or after an action."""
+        graphs = self.cut.graphs
+        return parameter in self._over_tensor.summed or (graphs is not None and graphs.adds_to(parameter))
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""

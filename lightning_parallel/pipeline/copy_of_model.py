@@ -35,6 +35,12 @@ _DIFFERENT = {
         "The ranks logged different values of {name!r} (rank {ranks} unlike rank {first}), so schedulers and callbacks"
         " that watch it would part. {why} Log it in the step, or use a torchmetrics object."
     ),
+    "loss": (
+        "The ranks of the tensor axis see the same rows and came to different losses in {name} (rank {ranks} unlike"
+        " rank {first}). Each holds a part of what tensor_plan cuts, and of its gradient: a step or a hook that reads"
+        " these by itself (norms, clipping, penalties) has those of the part. Use the optimizer's weight_decay,"
+        " self.clip_gradients(...) or Trainer(gradient_clip_val=...), or leave the modules out of tensor_plan."
+    ),
     "groups": (
         "The ranks added different parameters to {name} (rank {ranks} unlike rank {first}). Add the same on every rank;"
         " where a finetuning callback left out parameters whose values equal those of others, pass them to"

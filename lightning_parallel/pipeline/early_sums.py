@@ -30,8 +30,8 @@ class EarlySums:
         table: the parameters.
         gradients: what a step makes, and what it adds to.
         group: the ranks that hold this rank's stages in all copies; nobody else talks over it.
-        comes_unseen: whether some of a parameter's gradient is made where no hook is called; it waits for an action's
-            end.
+        comes_unseen: whether some of a parameter's gradient is made where no hook is called, or after an action; it
+            waits for an action's end.
 
     Attributes:
         stale: whether the step ended with other gradients than were sent.
@@ -70,8 +70,7 @@ class EarlySums:
         """For each action of this row the parameters whose gradients are final with it; -1 where none makes any."""
         finals: dict[int, list[nn.Parameter]] = {}
         for entry, parameter in self._own:
-            of = [i for i, a in enumerate(schedule.actions[self._row]) if a.kind in "BIW" and a.stage in entry.stages]
-            finals.setdefault(max(of, default=-1), []).append(parameter)
+            finals.setdefault(last_action(schedule, self._row, entry.stages), []).append(parameter)
         return finals
 
     def may_be_early(self, parameter: nn.Parameter) -> bool:
@@ -98,6 +97,12 @@ class EarlySums:
         }
         self._is_on &= not stale
         return {} if stale else sums
+
+
+def last_action(schedule: Schedule, row: int, stages: Collection[int]) -> int:
+    """The number of a row's action with which the gradients of some stages are final; -1 where none makes any."""
+    actions = enumerate(schedule.actions[row])
+    return max((i for i, action in actions if action.kind in "BIW" and action.stage in stages), default=-1)
 
 
 class Sender(Protocol):
@@ -159,11 +164,11 @@ class Round:
         """Before a W, for which the parameters `waiting()` wait: what to call with each that is done."""
         if action not in self._by_action:
             return None
-        finals, still = set(self._by_action[action]), set(waiting())
+        still = set(waiting())
+        finals = {parameter for parameter in self._by_action[action] if self._sender.may_be_early(parameter)}
         for parameter in self._by_action[action]:
-            if parameter not in still:
+            if parameter in finals and parameter not in still:
                 self._made(parameter)
-        finals = {parameter for parameter in finals if self._sender.may_be_early(parameter)}
         return lambda parameter: self._made(parameter) if parameter in finals else None
 
     def after(self, number: int) -> None:

@@ -7,18 +7,21 @@ ranks along `tensor` see the same rows. This class says how many ranks lie along
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_parallel.degrees import AXES, Degrees, table
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.plan import Plan
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from lightning_parallel.pipeline.assembly import Pipeline
+from lightning_parallel.pipeline.early_sums import Round, last_action
+from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
 from lightning_parallel.zero.activation_checkpoints import ShardedInputs
@@ -153,6 +156,48 @@ class HybridStrategy(DividedPipeline):
                 self.loss_parallel,
             )
         return super()._assemble()
+
+    def sums_while_running(
+        self, schedule: Schedule, may_begin_anew: bool
+    ) -> tuple[Round | None, Callable[[int], None] | None]:
+        early, after = super().sums_while_running(schedule, may_begin_anew)
+        if not self.tensor.summed:
+            return early, after
+        coming = self._summed_after(schedule)
+
+        def sums_first(action: int) -> None:
+            self.tensor.sum_gradients(coming.get(action, ()))
+            if after is not None:
+                after(action)
+
+        return early, sums_first
+
+    def _summed_after(self, schedule: Schedule) -> dict[int, list[nn.Parameter]]:
+        """By action of this rank's row, the parameters whose gradients the tensor axis adds up when it is over."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for entry, parameter in self.pipeline.own:
+            if parameter in self.tensor.summed:
+                number = last_action(schedule, self.pipeline.row, entry.stages)
+                found.setdefault(number, []).append(parameter)
+        return found
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        output = super().training_step(batch, *args)
+        if self.axis_size("tensor") > 1:
+            self._compare_losses(output)
+        return output
+
+    def _compare_losses(self, output: Any) -> None:
+        """At batches 0, 1, 2, 4, 8, ...: what somebody does with a rank's part of the model comes out in its loss.
+
+        Raises:
+            ValueError: ranks that see the same rows have different losses.
+        """
+        assert self.lightning_module is not None
+        index = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx
+        if index & (index - 1) == 0:
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self.pipeline.check_same("loss", {f"training batch {index}": loss})
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -126,11 +126,9 @@ class DividedPipeline(DividedCheckpoints):
         by_block = self.gather_once_a == "microbatch"
         with self.watch.opening():
             reductions = pipeline.open_sum_group()
-        graphs = self.cuda_graphs and pipeline.cut.graphs
         self._states = states = StageStates(
-            pipeline.table, [], pipeline.data, options, self.blocked, by_block, reductions,
-            **({"comes_unseen": graphs.adds_to} if graphs else {}),
-        )  # fmt: skip
+            pipeline.table, [], pipeline.data, options, self.blocked, by_block, reductions, pipeline.comes_unseen
+        )
         self.windows = states.windows if by_block else None
         return states
 

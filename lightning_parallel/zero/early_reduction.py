@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.early_sums import Round
+from lightning_parallel.pipeline.early_sums import Round, last_action
 from lightning_parallel.pipeline.parameters import Entry
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.bucket import Bucket
@@ -31,8 +31,8 @@ class EarlyReduction:
         entry_of: what a bucket's parameters have in common.
         row: of the schedule, this rank's.
         may_wait: whether this process may wait for other copies while an action runs.
-        comes_unseen: whether some of a parameter's gradient is made where no hook is called; it waits for an action's
-            end.
+        comes_unseen: whether some of a parameter's gradient is made where no hook is called, or after an action; it
+            waits for an action's end.
     """
 
     def __init__(
@@ -81,12 +81,10 @@ class EarlyReduction:
         the parameters whose gradients are final with it; -1 where none makes any."""
         buckets: dict[int, list[nn.Parameter]] = {}
         finals: dict[int, list[nn.Parameter]] = {}
-        actions = list(enumerate(schedule.actions[self._row]))
         for number in self.order:
             entry = self._entry_of(self._reducer.buckets[number])
             held = [p for p in self._reducer.buckets[number].parameters if p.requires_grad]
             if len(entry.rows) == 1 and held:
-                of = [i for i, action in actions if action.kind in "BIW" and action.stage in entry.stages]
                 buckets[number] = held
-                finals.setdefault(max(of, default=-1), []).extend(held)
+                finals.setdefault(last_action(schedule, self._row, entry.stages), []).extend(held)
         return buckets, finals

@@ -32,7 +32,8 @@ def gpt() -> nn.Module:
 
 def build(name: str, options: dict[str, Any], **other: Any) -> nn.Module:
     config = getattr(transformers, f"{name.partition('For')[0].removesuffix('LMHeadModel')}Config")
-    return getattr(transformers, name)(config(**{**options, "num_attention_heads": 4, "num_hidden_layers": 2, **other}))
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2} if "num_layers" not in options else {}
+    return getattr(transformers, name)(config(**{**options, **sizes, **other}))
 
 
 GPT2 = {
@@ -41,9 +42,24 @@ GPT2 = {
 }  # fmt: skip
 
 
+T5 = {
+    "vocab_size": 17, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0,
+    "use_cache": False, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+}  # fmt: skip
+
+
 def causal(model: Any) -> Tensor:
     logits = model(TOKENS) if isinstance(model, GPT) else model(input_ids=TOKENS).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def to_an_encoder(model: Any) -> Tensor:
+    memory = torch.linspace(-1, 1, 4 * 5 * 16).view(4, 5, 16).cos()
+    return model(input_ids=TOKENS, encoder_hidden_states=memory, labels=TOKENS).loss
+
+
+def translate(model: Any) -> Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS.flip(1)[:, :6].contiguous()).loss
 
 
 class Torch(nn.Module):
@@ -81,6 +97,32 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 2,
     ),
+    "llama, one head of keys": (
+        lambda: build("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17}),
+        causal,
+        2 * 7 + 2,
+    ),
+    "qwen3, one head of keys": (
+        lambda: build("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17, "head_dim": 8}),
+        causal,
+        2 * 7 + 2,
+    ),
+    "qwen2, two heads of keys": (  # with biases
+        lambda: build("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 2, "vocab_size": 17}),
+        causal,
+        2 * (7 + 3) + 2,
+    ),
+    "gpt2, to an encoder": (
+        lambda: build("GPT2LMHeadModel", {**GPT2, "add_cross_attention": True}),
+        to_an_encoder,
+        2 * (6 + 5) + 1,
+    ),
+    "t5": (lambda: build("T5ForConditionalGeneration", T5), translate, 2 * (4 + 2) + 2 * (8 + 2) + 2 + 1),
+    "gated t5": (
+        lambda: build("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
+        translate,
+        2 * (4 + 3) + 2 * (8 + 3) + 2 + 1,
+    ),
     "qwen3": (
         lambda: build("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 2, "vocab_size": 17, "head_dim": 8}),
         causal,
@@ -104,10 +146,13 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
 }
 
 
-QUICK = ("gpt", "gpt2", "llama", "bert")  # of these the default tests have enough
+QUICK = ("gpt", "gpt2", "llama", "llama, one head of keys", "bert", "t5")  # of these the default tests have enough
 
 
-def steps(model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Callable[[str, Tensor], Tensor]) -> Any:
+def steps(
+    model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Callable[[str, Tensor], Tensor],
+    after_backward: Callable[[], None] = lambda: None,
+) -> Any:  # fmt: skip
     """Three clipped steps of AdamW: losses, norms, first gradients, weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms, gradients = [], [], {}
@@ -115,6 +160,7 @@ def steps(model: nn.Module, loss_of: Loss, clip: Callable[[], Tensor], whole: Ca
         optimizer.zero_grad()
         loss = loss_of(model)
         loss.backward()
+        after_backward()
         if not step:
             gradients = {n: whole(n, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
         norms.append(clip())
@@ -144,7 +190,8 @@ def on_ranks(name: str, size: int, **options: Any) -> list[Any]:
     def run(rank: int) -> Any:
         tensor = TensorParallel(model, TensorAxis(rank, size), torch.device("cpu"), **options)
         tensor.cut()
-        result = steps(model, loss_of, lambda: clip_by(model, tensor), tensor.whole)
+        add_up = lambda: tensor.sum_gradients(tensor.summed)  # noqa: E731
+        result = steps(model, loss_of, lambda: clip_by(model, tensor), tensor.whole, add_up)
         bits = {n: p.detach().clone() for n, p in model.named_parameters() if n not in tensor.shares}
         cut = len({id(model.get_parameter(n)) for n in tensor.shares})
         return result, bits, cut
@@ -182,7 +229,19 @@ def check(name: str, size: int, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "gpt2",
+        "bert",
+        "vit",
+        "llama, one head of keys",
+        "qwen3, one head of keys",
+        "qwen2, two heads of keys",
+        "t5",
+    ],
+)
 def test_four_ranks_are_one_process(name):
     check(name, 4)
 
@@ -252,9 +311,9 @@ def test_plans_that_do_not_fit_are_refused(plan, size, words):
         TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
 
 
-def test_heads_of_keys_that_the_ranks_do_not_divide_are_refused():
-    model = build("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2})
-    with pytest.raises(ValueError, match=r"k_proj` has 2 heads of 4 features, which 4 ranks"):
+def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
+    model = build("LlamaForCausalLM", {**DECODER, "hidden_size": 24, "num_key_value_heads": 3}, num_attention_heads=12)
+    with pytest.raises(ValueError, match=r"k_proj` has 3 heads of 2 features, which 4 ranks"):
         TensorParallel(model, TensorAxis(0, 4), torch.device("cpu"))
 
 
@@ -309,7 +368,8 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3"))]
+    "name",
+    ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys"))],
 )
 def test_slices_of_the_sequence_are_one_process(name):
     check(name, 2, sequence_parallel=True)

@@ -65,9 +65,10 @@ def test_every_value_crosses_once_for_each_stage_that_uses_it():
         ahead = {there: 4 * VALUE * n for (here, there), n in forward.items() if here == stage}
         back = {here: 4 * VALUE * n for (here, there), n in forward.items() if there == stage}
         assert monitored == sum(ahead.values()) + sum(back.values())
+        assert monitored == sum({**ahead, **back}.values())
         if stage < 3:
             assert by_hand == {**ahead, **back}
-        else:  # rank 0 also tells the others what was logged, which the monitor does not count
+        else:  # rank 0 also tells the others what was logged
             told = {there: by_hand[there] - back.get(there, 0) for there in by_hand}
             assert told == dict.fromkeys(range(3), told[1])
 

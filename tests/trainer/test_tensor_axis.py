@@ -30,6 +30,13 @@ def llama(**options: Any) -> HuggingFaceLM:
     return HuggingFaceLM("llama", vocabulary=19, context=16, width=16, num_blocks=4, num_heads=4, **options)
 
 
+def one_key_head() -> HuggingFaceLM:
+    module = llama()
+    module.model.config.num_key_value_heads = 1
+    module.model = type(module.model)(module.model.config)
+    return module
+
+
 def whole_gpt() -> Any:
     return gpt(num_heads=4)
 
@@ -40,6 +47,7 @@ MESHES = {
     "1 x 2 x 2, zb_v, slices": Mesh(1, 2, 2, {"schedule": "zb_v", "sequence_parallel": True}),
     "1 x 2 x 2, recomputed, parts": Mesh(1, 2, 2, {"recompute": "block", "partition_activations": True}),
     "2 x 1 x 2": Mesh(2, 1, 2),
+    "2 x 1 x 2, split, slices": Mesh(2, 1, 2, {"schedule": "zb_h1", "sequence_parallel": True}),
     "1 x 1 x 4": Mesh(1, 1, 4, {"loss_parallel": True}),
 }
 
@@ -56,15 +64,16 @@ def test_a_tensor_axis_is_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [whole_gpt, llama])
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", [whole_gpt, llama, one_key_head])
 def test_layouts_with_a_tensor_axis_are_one_process(make):
-    check_layouts(make, list(MESHES))
+    check_layouts(make, list(MESHES), timeout=110.0)
 
 
-def check_layouts(make: Any, names: list[str]) -> None:
+def check_layouts(make: Any, names: list[str], timeout: float = 55.0) -> None:
     case = gpt_case(accumulate_grad_batches=2).but(make=make)
     reference, meshes = one_process(case), [MESHES[name] for name in names]
-    for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes]), strict=True):
+    for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes], timeout), strict=True):
         assert_one_process(records, reference, mesh)
         assert_replicated_bits(records, mesh)
 
@@ -173,12 +182,13 @@ def test_the_data_axis_divides_the_states_of_what_the_tensor_axis_cuts(tmp_path)
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_layer_sends_what_megatron_says(sliced):
-    """Four all-reduces of rows x positions x width a layer, or as much in gathers and scatters of slices."""
+    """Four all-reduces of rows x positions x width a layer, or as much in gathers and scatters of slices; gradients of
+    norms and biases, once a step of four micro-batches."""
 
     def monitored(rank: int, port: int) -> dict[Any, int]:
         join_as_torchrun(rank, 2, port)
         monitor = CommunicationMonitor(every_n_steps=3)
-        strategy = TensorParallelStrategy(sequence_parallel=sliced)
+        strategy = TensorParallelStrategy(sequence_parallel=sliced, num_microbatches=4)
         trainer = make_trainer(strategy, 2, [monitor], limit_val_batches=0)
         trainer.fit(whole_gpt(), token_loader(), token_loader())
         return {(what, phase): m.nbytes for (axis, what, phase), m in monitor.last.items() if axis == "tensor"}

@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_parallel  # noqa: F401  (registers the strings)
+from tests.trainer.conformance.cut import told
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Entry:
         core: whether it runs only the scenarios that are marked so, since a sibling runs all of them.
         without: scenarios that make no sense for it.
         slow: whether `make test` leaves it out.
+        cut: whether its tensor axis is told what to divide; see `cut`.
         label: what tells it from a sibling with the same string and as many ranks.
     """
 
@@ -43,13 +45,15 @@ class Entry:
     core: bool = False
     without: Collection[str] = ()
     slow: bool = False
+    cut: bool = False
     label: str = ""
 
     def make(self, whole_batches: bool = False) -> Strategy:
         """A new strategy object."""
         registered = StrategyRegistry[self.name]
         options = {**registered["init_params"], **self.options, **(self.whole_batches if whole_batches else {})}
-        return registered["strategy"](**options)
+        strategy = registered["strategy"](**options)
+        return told(strategy) if self.cut else strategy
 
     def case(self, *values: Any, id: str = "") -> Any:
         """A set of a test's parameters, with the marks of `slow` and the entry's name in front of its id."""
@@ -171,6 +175,7 @@ DEEPSPEED: dict[str, Any] = {
     "without": [
         "double_precision", "clipped_by_value", "clipping_of_ones_own", "gradients_changed_in_hooks",
         "zero_grad_of_ones_own", "finetuning", "backbone_finetuning", "frozen_layers", "true_bf16",
+        "batch_norm_in_double_precision",
     ],
     "label": " by DeepSpeed",
 }  # fmt: skip
@@ -212,6 +217,37 @@ MESH_3: dict[str, Any] = {
     "without": [*MESH["without"], "ema"],  # refused, see test_hybrid_zero.py
     "label": ", 2 x 2 with ZeRO 3",
 }
+# Linear layers are cut by columns and rows, one after the other. A hook that reads gradients or weights for itself has
+# those of a rank's part, which comes out in what it logs or in the loss.
+_OF_A_PART = "(rank 1 unlike rank 0). Each holds a part of what tensor_plan cuts, and of its gradient: a step or a hook"
+TENSOR: dict[str, Any] = {
+    "refuses": {
+        **{
+            name: PIPELINE["refuses"][name].replace("PipelineStrategy", "TensorParallelStrategy")
+            for name in (
+                "manual_optimization", "overridden_backward", "optimizer_that_runs_its_closure_again",
+                "step_on_an_iterator", "batch_size_finder", "graph_of_the_model",
+            )
+        },
+        "step_that_returns_none": "training_step returned NoneType as its loss for a micro-batch",
+        "norms_of_all_gradients": "(rank 1 unlike rank 0), so schedulers and callbacks that watch it would part.",
+        **dict.fromkeys(("clipping_without_lightning", "penalty_over_all_parameters"), _OF_A_PART),
+    },
+    # Sums over features come in another order, and BatchNorm makes that too large for 32 bits: in 64 it is tried. A
+    # summary counts what rank 0 holds.
+    "without": [
+        "batch_norm", "summary_of_the_whole_model", "summary_with_an_example_input",
+        "rich_summary_with_an_example_input_in_bf16",
+    ],
+    "cut": True,
+}  # fmt: skip
+PIPELINE_OF_TENSOR: dict[str, Any] = {
+    **PIPELINE,
+    "options": {**PIPELINE["options"], "pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "without": TENSOR["without"],
+    "cut": True,
+    "label": ", pipeline 2 x tensor 2",
+}
 # Both workers get all rows, and the mean of a clock's pushes is one process's gradient.
 SERVERS: dict[str, Any] = {
     "options": {"lease": 30.0},
@@ -232,6 +268,7 @@ SERVERS: dict[str, Any] = {
     "without": [
         "schedules_and_their_monitor",
         "double_precision",
+        "batch_norm_in_double_precision",
         "finetuning",
         "backbone_finetuning",
         "frozen_layers",
@@ -243,6 +280,7 @@ _SEVERAL = {"step_that_returns_none", "batch_size_finder"}
 ONE_WORKER = {**SERVERS, "refuses": {n: text for n, text in SERVERS["refuses"].items() if n not in _SEVERAL}}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
+    Entry("tensor", 2, **TENSOR, core=True),
     # What follows is slow; `make test` trains with each in test_many_stages.py, test_two_ways.py, test_zero.py.
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True, slow=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True, slow=True),
@@ -256,6 +294,8 @@ STRATEGIES = (
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
     Entry("hybrid", 4, **MESH, slow=True),
     Entry("hybrid", 4, **MESH_3, core=True, slow=True),
+    Entry("tensor", 2, **TENSOR, slow=True, label=", all scenarios"),
+    Entry("hybrid", 4, **PIPELINE_OF_TENSOR, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, slow=True, label=", all scenarios"),
     Entry("ssp", 1, **ONE_WORKER, slow=True, label=", all scenarios"),

@@ -70,6 +70,12 @@ def batch_norm(run: Run) -> Any:
     return fit(run, Classifier(chain(6, between=lambda: nn.BatchNorm1d(WIDTH))))
 
 
+@within({"rtol": 1e-12, "atol": 1e-12})
+@whole_batches
+def batch_norm_in_double_precision(run: Run) -> Any:
+    return fit(run, Classifier(chain(6, between=lambda: nn.BatchNorm1d(WIDTH))), precision="64-true")
+
+
 class Remembers(nn.Module):
     """A block with buffers: one that is saved, one that is not, one that counts."""
 
@@ -188,7 +194,7 @@ def model_called_twice(run: Run) -> Any:
 
 suite = Suite(
     mixed_precision, true_bf16, double_precision, no_container, tied_weights, batch_norm, buffers,
-    dropout_in_evaluation, a_datamodule_and_a_setup_hook, model_called_twice,
+    batch_norm_in_double_precision, dropout_in_evaluation, a_datamodule_and_a_setup_hook, model_called_twice,
 )  # fmt: skip
 
 

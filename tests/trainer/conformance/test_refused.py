@@ -171,7 +171,6 @@ def test_the_table_is_whole():
     """Every strategy string of this library is in the table, and every refusal that the table names is tried."""
     ours = {name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_p")}
     ours.remove("pipeline_auto")  # takes one of the others, and needs an example_input_array: see test_many_stages.py
-    ours.remove("tensor")  # the suite's small modules hold nothing that its plan cuts: see test_tensor_axis.py
     assert ours == {entry.name for entry in STRATEGIES}
     known = {scenario.__name__ for scenario in REFUSED}
     assert all(entry.refuses.keys() <= known for entry in STRATEGIES)
