@@ -25,6 +25,7 @@ from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import axes_between, build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.collectives import MeshCollectives
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
@@ -160,6 +161,7 @@ class MeshStrategy(MeshCollectives):
             self._launcher = make_launcher(self)
 
     def setup_environment(self) -> None:
+        refuse_lazy(self.lightning_module, type(self).__name__)
         super().setup_environment()
         self.set_world_ranks()
         environment, rank, world = self.cluster_environment, self.global_rank, self.world_size

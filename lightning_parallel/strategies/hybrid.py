@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.degrees import AXES, Degrees, table
 from lightning_parallel.parallel.axis import TensorAxis
-from lightning_parallel.parallel.plan import Plan
+from lightning_parallel.parallel.plan import Plan, is_plan
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.arguments import refuse_arguments
@@ -99,7 +99,7 @@ class HybridStrategy(DividedPipeline):
             self,
             tensor_plan=(
                 tensor_plan,
-                tensor_plan == "auto" or isinstance(tensor_plan, Mapping),
+                tensor_plan == "auto" or is_plan(tensor_plan),
                 '"auto" or a mapping of name patterns to styles',
             ),
             sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),
