@@ -23,9 +23,9 @@ def refuse_arguments(strategy: object, **arguments: tuple[Any, bool, str]) -> No
             raise ValueError(f"{type(strategy).__name__}({name}={value!r}): {name} is {needed}.")
 
 
-def refuse_lazy(model: nn.Module | None, name: str) -> None:
+def refuse_lazy(model: nn.Module, name: str) -> None:
     """Raise for a model whose parameters have no shapes yet."""
-    for lazy, parameter in model.named_parameters() if model is not None else ():
+    for lazy, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
                 f"{name} deals parameters by their sizes, and `{lazy}` has none before the first forward (a lazy"

@@ -33,7 +33,7 @@ from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
@@ -160,8 +160,11 @@ class MeshStrategy(MeshCollectives):
 
             self._launcher = make_launcher(self)
 
+    def connect(self, model: LightningModule) -> None:
+        refuse_lazy(model, type(self).__name__)
+        super().connect(model)
+
     def setup_environment(self) -> None:
-        refuse_lazy(self.lightning_module, type(self).__name__)
         super().setup_environment()
         self.set_world_ranks()
         environment, rank, world = self.cluster_environment, self.global_rank, self.world_size
