@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     _let_rules_be_chosen()
     argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        LightningCLI(trainer_class=_Trainer, parser_class=_Parser, save_config_kwargs={"overwrite": True})
+        _CLI(trainer_class=_Trainer, parser_class=_Parser, save_config_kwargs={"overwrite": True})
     finally:
         sys.argv = argv
     return 0
@@ -87,6 +87,19 @@ class _Trainer(Trainer):
 
     def __init__(self, *args: Any, strategy: Strategy | StrategyName = _AUTO, **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
+
+
+class _CLI(LightningCLI):
+    """LightningCLI that answers with what a strategy says of its arguments."""
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # of a strategy, or a name: one refused its arguments
+            if "- Not of type StrategyName" not in str(error) or error.__cause__ is None:
+                raise
+            sys.stderr.write(f"lightning-parallel: {error.__cause__}\n")
+            sys.exit(2)
 
 
 class _Parser(LightningArgumentParser):

@@ -21,6 +21,13 @@ from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Plan = Literal["auto"] | Mapping[str, str]
+
+
+def is_plan(value: Any) -> bool:
+    """Whether a value names styles by patterns of module names."""
+    return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+
 WORDS = (
     '"colwise", "rowwise", "vocab", "sequence" or "summed"; "colwise:3" where a module holds 3 matrices side by side'
 )

@@ -55,6 +55,11 @@ def _named_blocks(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
         raise ValueError(
             f"blocks= names {unknown}, which {type(model).__name__} does not have. Its containers: {containers}."
         )
+    within = [(a, b) for a in names for b in names if b.startswith(f"{a}.")]
+    if within:
+        raise ValueError(
+            f"blocks= names `{within[0][1]}`, which lies in `{within[0][0]}`, beside it. Name one of them."
+        )
     if len(names) == 1 and isinstance(known[names[0]], (nn.ModuleList, nn.Sequential)):
         return [f"{names[0]}.{child}" if names[0] else child for child, _ in known[names[0]].named_children()]
     return names

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.schedule import Schedule
 
@@ -18,6 +21,16 @@ def refuse_arguments(strategy: object, **arguments: tuple[Any, bool, str]) -> No
     for name, (value, right, needed) in arguments.items():
         if not right:
             raise ValueError(f"{type(strategy).__name__}({name}={value!r}): {name} is {needed}.")
+
+
+def refuse_lazy(model: nn.Module, name: str) -> None:
+    """Raise for a model whose parameters have no shapes yet."""
+    for lazy, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{name} deals parameters by their sizes, and `{lazy}` has none before the first forward (a lazy"
+                " module). Call the model once in its __init__, or give the sizes."
+            )
 
 
 def is_count(value: Any, least: int) -> bool:

@@ -25,6 +25,7 @@ from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import axes_between, build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.collectives import MeshCollectives
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
@@ -32,7 +33,7 @@ from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
@@ -158,6 +159,10 @@ class MeshStrategy(MeshCollectives):
             from lightning_parallel.trainer.launchers import make_launcher
 
             self._launcher = make_launcher(self)
+
+    def connect(self, model: LightningModule) -> None:
+        refuse_lazy(model, type(self).__name__)
+        super().connect(model)
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_parallel.degrees import AXES, Degrees, table
 from lightning_parallel.parallel.axis import TensorAxis
-from lightning_parallel.parallel.plan import Plan
+from lightning_parallel.parallel.plan import Plan, is_plan
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.early_sums import Round, last_action
@@ -102,7 +102,7 @@ class HybridStrategy(DividedPipeline):
             self,
             tensor_plan=(
                 tensor_plan,
-                tensor_plan == "auto" or isinstance(tensor_plan, Mapping),
+                tensor_plan == "auto" or is_plan(tensor_plan),
                 '"auto" or a mapping of name patterns to styles',
             ),
             sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),

@@ -136,7 +136,11 @@ class PipelineStrategy(PipelineGradients):
             ),
             blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
             partition=(partition, partition in PARTITIONS or all_are(partition, int), _PARTITION_WORDS),
-            stages=(stages, stages is None or isinstance(stages, Mapping), "a mapping of names to stages"),
+            stages=(
+                stages,
+                stages is None or (isinstance(stages, Mapping) and all(isinstance(n, int) for n in stages.values())),
+                "a mapping of names to numbers of stages",
+            ),
             loss_weight=(loss_weight, loss_weight is None or callable(loss_weight), "a function of a micro-batch"),
             memory_limit=(
                 memory_limit,

@@ -18,6 +18,7 @@ class TensorParallelStrategy(HybridStrategy):
     Args:
         tensor_parallel_size: how many ranks; None: all devices.
         tensor_plan: see `HybridStrategy`.
+        data_parallel_size, pipeline_parallel_size: see `HybridStrategy`.
         **kwargs: see `HybridStrategy`.
 
     Raises:
@@ -31,6 +32,14 @@ class TensorParallelStrategy(HybridStrategy):
         Shoeybi et al., Megatron-LM, arXiv 1909.08053.
     """
 
-    def __init__(self, tensor_parallel_size: int | None = None, tensor_plan: Plan = "auto", **kwargs: Any) -> None:
-        sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 1, **kwargs}
-        super().__init__(tensor_parallel_size=tensor_parallel_size, tensor_plan=tensor_plan, **sizes)
+    def __init__(
+        self,
+        tensor_parallel_size: int | None = None,
+        tensor_plan: Plan = "auto",
+        data_parallel_size: int | None = 1,
+        pipeline_parallel_size: int | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            data_parallel_size, pipeline_parallel_size, tensor_parallel_size, tensor_plan=tensor_plan, **kwargs
+        )

@@ -376,8 +376,7 @@ class ZeROStrategy(ZeROCheckpoints):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, and behind it no rank computes with weights of before."""
         stepped = super().optimizer_step(optimizer, *args, **kwargs)
-        if isinstance(self._engine, ShardedEngine):
-            self._engine.end_step()
+        self._free_gathered()
         return stepped
 
     @contextmanager
@@ -395,6 +394,13 @@ class ZeROStrategy(ZeROCheckpoints):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
+
+    def _free_gathered(self) -> None:
+        """Free what FSDP2 keeps gathered behind a forward without a backward."""
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.free_gathered()
+
+    on_validation_end = on_test_end = on_predict_end = _free_gathered
 
 
 def _share_methods(wrappers: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -243,6 +244,12 @@ class TrainerStep:
         """Weight of each micro-batch, summing to 1."""
         weigh = self.strategy.loss_weight
         weights = list(self.sizes) if weigh is None else [weigh(part) for part in self.parts]
+        known = [weight for weight in weights if not isinstance(weight, Tensor)]  # a tensor may lie on a device
+        if not all(isinstance(weight, Real) and weight >= 0 for weight in known) or (known and not sum(weights)):
+            raise ValueError(
+                f"loss_weight gave {weights} for the micro-batches of a batch. Return a number for each, 0 or more, and"
+                " above 0 for one of them."
+            )
         total = sum(weights)
         return [weight / total for weight in weights]
 

@@ -153,8 +153,8 @@ class ShardedEngine:
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
-    def end_step(self) -> None:
-        """After an optimizer's step."""
+    def free_gathered(self) -> None:
+        """After an optimizer's step, and after an evaluation."""
         for sharding in self._shardings:
             sharding.free()
 
@@ -255,6 +255,7 @@ class ShardedEngine:
         Parameters are those of the optimizer: where it updates 32 bits there is no copy beside them. Moved are the
         bytes that blocks compute with. (Between steps FSDP2's stage 2 holds no more than its stage 3.)
         """
+        self.free_gathered()
         sharded = [p for p in self.module.parameters() if isinstance(p, DTensor)]
         trained = [p for p in sharded if p.requires_grad]
         size, ranks = trained[0].element_size(), self.shards.size()

@@ -51,6 +51,7 @@ class Sharding:
         for part in [*blocks, *roots]:
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
                 kind = type(part)
+                _refuse_mixed(part)
                 fully_shard(part, **{**options, **(of_roots if any(part is root for root in roots) else {})})
                 type(part).__name__ = kind.__name__  # summaries and profilers show it
                 self._parts.append(cast(FSDPModule, part))
@@ -75,6 +76,22 @@ class Sharding:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
+
+
+def _refuse_mixed(part: nn.Module) -> None:
+    """Raise for what FSDP2 would gather at once and cannot."""
+    dtypes = sorted({str(p.dtype) for p in part.parameters() if p.requires_grad and not isinstance(p, DTensor)})
+    if len(dtypes) > 1:
+        raise ValueError(
+            f'engine="fsdp2" gathers what {type(part).__name__} holds at once, and its parameters are of'
+            f" {' and '.join(dtypes)}. Make them of one dtype, name blocks= that are of one each, or use"
+            ' ZeROStrategy(stage=2, engine="native").'
+        )
+    for name, module in part.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f'engine="fsdp2" reduces dense gradients, and `{name}` makes sparse ones. Use sparse=False.'
+            )
 
 
 def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_parallel import StageError
@@ -87,6 +88,43 @@ def test_weights_are_those_of_ddp(module):
     for results in sharded:
         for name, value in reference[0].weights.items():
             torch.testing.assert_close(results[0].weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+class LooksAtTheEnd(Classifier):
+    """As `MemoryMonitor` does, which reads in `on_train_end` what the last step has left to read."""
+
+    def on_train_end(self) -> None:
+        self.divided = [isinstance(parameter, DTensor) for parameter in self.parameters()]
+
+
+def test_what_an_evaluation_gathered_is_freed_behind_it():
+    run = Fit(LooksAtTheEnd, {"max_steps": -1, "max_epochs": 1}, after=lambda trainer, module: module.divided)
+    [results] = on_ranks([(run, zero(2, engine="fsdp2"))], 2)
+    assert all(all(result.extra) for result in results)
+
+
+class Mixed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(1, 1), nn.Linear(1, 1).double()
+
+
+class Sparse(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Mixed, r"gathers what Mixed holds at once, and its parameters are of torch.float32 and torch.float64\. Make"),
+        (Sparse, "reduces dense gradients, and `table` makes sparse ones: sparse=False"),
+    ],
+)
+def test_what_fsdp2_cannot_reduce_is_refused_at_set_up(module, words):
+    with pytest.raises(StageError, match=words):
+        on_ranks([(Fit(module), zero(3))], 2)
 
 
 def test_a_parameter_that_no_call_gathers_is_refused_with_manual_optimization():

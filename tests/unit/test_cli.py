@@ -115,6 +115,13 @@ def test_wrong_type_of_an_argument(capsys, tmp_path):
     assert "num_microbatches is an argument of PipelineStrategy." in text
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's calls of jsonargparse
+def test_a_value_that_a_strategy_refuses_is_answered_with_its_words(capsys):
+    arguments = ["--trainer.strategy", "PipelineStrategy", "--trainer.strategy.num_microbatches", "0"]
+    text = answer(capsys, "--seed_everything", "1", *arguments)
+    assert text.endswith("lightning-parallel: PipelineStrategy(num_microbatches=0): num_microbatches is at least 1.\n")
+
+
 def test_missing_argument_of_a_strategy_is_told_whose_it_is():
     text = explain("the following arguments are required: num_microbatches")
     assert text.endswith("required: num_microbatches\nnum_microbatches is an argument of PipelineStrategy.")
@@ -136,6 +143,20 @@ def test_a_bare_class_path_is_taken(capsys, spelling):
     strategy = printed_config(capsys, *RUN, *options)["trainer"]["strategy"]
     assert strategy["class_path"].endswith("PipelineStrategy")
     assert strategy["init_args"]["num_microbatches"] == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "value"),
+    [
+        ("TensorParallelStrategy", "sequence_parallel", True),
+        ("TensorParallelStrategy", "start_method", "fork"),
+        ("HybridStrategy", "schedule", "zb_v"),
+        ("ParameterServerStrategy", "timeout", "0:10:00"),
+    ],
+)
+def test_options_that_a_strategy_passes_on_are_taken(capsys, strategy, option, value):
+    arguments = ["--trainer.strategy", strategy, f"--trainer.strategy.{option}", str(value)]
+    assert printed_config(capsys, *RUN, *arguments)["trainer"]["strategy"]["init_args"][option] == value
 
 
 @pytest.mark.parametrize("name", ["auto", "ddp", "pipeline_1f1b", "pipeline_zb_v"])
