@@ -400,7 +400,23 @@ class ZeROStrategy(ZeROCheckpoints):
         if isinstance(self._engine, ShardedEngine):
             self._engine.free_gathered()
 
-    on_validation_end = on_test_end = on_predict_end = _free_gathered
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
+        output = super().validation_step(*args, **kwargs)
+        self._free_gathered()
+        return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `validation_step`."""
+        output = super().test_step(*args, **kwargs)
+        self._free_gathered()
+        return output
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `validation_step`."""
+        output = super().predict_step(*args, **kwargs)
+        self._free_gathered()
+        return output
 
 
 def _share_methods(wrappers: Sequence[Any]) -> None:

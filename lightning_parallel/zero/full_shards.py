@@ -154,7 +154,7 @@ class ShardedEngine:
         broadcast_together(list(self.module.buffers()), None, 0)
 
     def free_gathered(self) -> None:
-        """After an optimizer's step, and after an evaluation."""
+        """After an optimizer's step, and after a step of an evaluation."""
         for sharding in self._shardings:
             sharding.free()
 

@@ -90,17 +90,23 @@ def test_weights_are_those_of_ddp(module):
             torch.testing.assert_close(results[0].weights[name], value, rtol=1e-5, atol=1e-6)
 
 
-class LooksAtTheEnd(Classifier):
-    """As `MemoryMonitor` does, which reads in `on_train_end` what the last step has left to read."""
+class LooksBehindEvaluation(Classifier):
+    """As averages by hand do, which come and go around it, and `MemoryMonitor`, which reads in `on_train_end`."""
 
-    def on_train_end(self) -> None:
-        self.divided = [isinstance(parameter, DTensor) for parameter in self.parameters()]
+    def __init__(self) -> None:
+        super().__init__()
+        self.divided: list[bool] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.divided += [isinstance(parameter, DTensor) for parameter in self.parameters()]
+
+    on_train_end = on_validation_epoch_end
 
 
 def test_what_an_evaluation_gathered_is_freed_behind_it():
-    run = Fit(LooksAtTheEnd, {"max_steps": -1, "max_epochs": 1}, after=lambda trainer, module: module.divided)
+    run = Fit(LooksBehindEvaluation, {"max_steps": -1, "max_epochs": 1}, after=lambda trainer, module: module.divided)
     [results] = on_ranks([(run, zero(2, engine="fsdp2"))], 2)
-    assert all(all(result.extra) for result in results)
+    assert all(len(result.extra) == 32 and all(result.extra) for result in results)
 
 
 class Mixed(Classifier):
@@ -119,7 +125,7 @@ class Sparse(Classifier):
     ("module", "words"),
     [
         (Mixed, r"gathers what Mixed holds at once, and its parameters are of torch.float32 and torch.float64\. Make"),
-        (Sparse, "reduces dense gradients, and `table` makes sparse ones: sparse=False"),
+        (Sparse, "reduces dense gradients, and `table` makes sparse ones. Use sparse=False"),
     ],
 )
 def test_what_fsdp2_cannot_reduce_is_refused_at_set_up(module, words):

@@ -19,7 +19,7 @@ class Lazy(LightningModule):
 
 
 def test_a_block_within_another_is_refused():
-    with pytest.raises(ValueError, match=r"blocks= names `0\.0`, which lies in `0` beside it"):
+    with pytest.raises(ValueError, match=r"blocks= names `0\.0`, which lies in `0`, beside it"):
         block_names(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), 2, ["0", "0.0"])
 
 
