@@ -408,7 +408,8 @@ class PipelineStrategy(PipelineGradients):
         return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
 
     def wants_loss_check(self, step: TrainerStep) -> bool:
-        """Whether this step's loss is compared with that of the whole batch: the first training step's."""
+        """Whether this step's loss and logged numbers are compared with those of the whole batch: the first training
+        step's."""
         return self.check_loss and step.training and not self._loss_checked and len(step.sizes) > 1
 
     def marks(self, schedule: Schedule, training: bool) -> Marks:

@@ -21,6 +21,7 @@ from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
+from lightning_parallel.trainer.log_check import CheckedLog
 from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.step_log import LogCall, StepLog
 
@@ -233,9 +234,9 @@ class TrainerStep:
         by_number = self.received or self._received()
         received = [by_number[i] for i in range(len(self.sizes))]
         whole = self._step_on(self.batch, 0)
-        unread = StepLog(self.module, False, self.metrics, self.training)
-        with unread.recording(), pipeline.streams.step():
-            check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of)
+        log = CheckedLog(self.module, pipeline.cut)
+        with log.recording(), pipeline.streams.step():
+            check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of, log.taken)
         for seat in pipeline.engine.loss_seats:
             seat.received.clear()
         self.received = {}

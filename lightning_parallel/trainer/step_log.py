@@ -114,9 +114,7 @@ class StepLog:
         run = self.metrics.pipeline.cut.active
         if not self.loss_stage or (run is not None and not run.is_last):
             return
-        if args:
-            options = dict(_SIGNATURE.bind(self.module, name, value, *args, **options).arguments)
-            del options["self"], options["name"], options["value"]
+        options = options_of(self.module, name, value, args, options)
         value = value if run is None else run.realized(value)
         if isinstance(value, Phantom):
             raise PhantomError(
@@ -151,11 +149,22 @@ class StepLog:
             value = self.metrics.logged.value(key, values[-1].name)
             return LogCall(key[0], value, options, dtype_of(value), values[-1].name)
         if len(values) > 1:
-            values = [_reduce(values, [weights[note.microbatch] for note in notes], options.get("reduce_fx", "mean"))]
+            values = [reduced(values, [weights[note.microbatch] for note in notes], options.get("reduce_fx", "mean"))]
         return LogCall(key[0], values[0], options, dtype_of(values[0]))
 
 
-def _reduce(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
+def options_of(
+    module: LightningModule, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options of a `self.log` call by name, also those that were given by place."""
+    if args:
+        options = dict(_SIGNATURE.bind(module, name, value, *args, **options).arguments)
+        del options["self"], options["name"], options["value"]
+    return options
+
+
+def reduced(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:
+    """One value of those that micro-batches logged, by what the step asked for; means by weight."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     if kind in ("max", "min"):
         worst = max if kind == "max" else min

@@ -1,5 +1,9 @@
 """What was once silently wrong, or crashed without help: each equals one process now, or is refused in words."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -240,3 +244,39 @@ def test_a_wrong_argument_is_refused_at_construction(argument, value, words):
 
     with pytest.raises(ValueError, match=words):
         PipelineStrategy(**{argument: value})
+
+
+class LogsMore(Classifier):
+    """Logs a mean over rows, and what the test asks for."""
+
+    def __init__(self, name: str, log: Callable[[Tensor, Tensor], Any], **options: Any) -> None:
+        super().__init__()
+        self.name, self.value_of, self.options = name, log, options
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.log("hits", (logits.argmax(-1) == y).float().mean())
+        self.log("one", 1.0)
+        self.log("rows", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log(self.name, self.value_of(logits, y), **self.options)
+        return F.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "options"),
+    [
+        ("perplexity", lambda logits, y: F.cross_entropy(logits, y).exp(), {}),
+        ("largest", lambda logits, y: F.cross_entropy(logits, y), {"reduce_fx": "max"}),
+        ("rows of a step", lambda logits, y: len(y), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_logged_value_that_is_no_mean_over_rows_is_told_of(name: str, log: Any, options: dict[str, Any]):
+    """Warnings are errors here."""
+    case = Case(lambda: LogsMore(name, log, **options), row_loader)
+    message = failure_of(case, 2)
+    assert re.search(
+        rf"The step logs '{name}': \S+ for a whole batch, and \S+ joined over its \d micro-batches", message
+    )
+    assert "self.log(name, metric)" in message
