@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
 from lightning_parallel.zero.hidden_gradient import Curtain
+from lightning_parallel.zero.presence import Presence
 
 
 class DeepSpeedEngine(DividedStates):
@@ -62,6 +64,7 @@ class DeepSpeedEngine(DividedStates):
         self.deepspeed = self._initialize(local_rank)
         self._footprints.noted()
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
+        self._presence = Presence(self._curtain.parameters, self.control)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
 
@@ -160,13 +163,18 @@ class DeepSpeedEngine(DividedStates):
         self._clip = value
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors."""
+        """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.
+
+        Raises:
+            ValueError: no rank made a gradient for a parameter that trains.
+        """
         if self._stepping:
             return self._own_step(**kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
         if not self._has_gradients:  # as other optimizers do without gradients
             return result
+        self._refuse_missing_gradients()
         self._curtain.open()
         self._stepping, self.inner.clip_grad = True, self._clip
         try:
@@ -177,8 +185,21 @@ class DeepSpeedEngine(DividedStates):
             self._stepping, self._clip, self._has_gradients = False, 0.0, False
         return result
 
+    def _refuse_missing_gradients(self) -> None:
+        missing = set(self._presence.missing())
+        self._presence.forget()
+        if missing:
+            names = [clean_name(name) for name, p in self.module.named_parameters() if p in missing]
+            shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if names[3:] else "")
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): no rank made a gradient for {shown} in this step. One process would'
+                " leave such parameters as they are; DeepSpeed's momentum and weight decay move them all the same. Use"
+                ' them in every step, leave them out of configure_optimizers, or use engine="native".'
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
+        self._presence.forget()
         self._curtain.open()
         self._has_gradients = False
         self.inner.zero_grad()
@@ -186,6 +207,8 @@ class DeepSpeedEngine(DividedStates):
             for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):
                 reduced.update(dict.fromkeys(reduced))
             self.inner.micro_step_id = -1  # the next backward is the first
+        else:  # a parameter whose first gradient comes in a later backward would add it to the last step's
+            self.inner.grad_partitions_flat_buffer.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a callback that unfreezes layers as training goes.
@@ -203,6 +226,7 @@ class DeepSpeedEngine(DividedStates):
     def release(self) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
         whole, self._released = self._whole_parameters(), True
+        self._presence.remove()
         self.deepspeed.destroy()
         for parameter, values in whole.items():
             for name in set(vars(parameter)) - self._marks[parameter]:

@@ -1,7 +1,9 @@
 """Losses differed from stage to stage, the more with accumulation, where weights are shared and branches vary."""
 
+import importlib.util
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -39,3 +41,19 @@ def test_every_stage_is_ddp():
     theirs, one, two = on_ranks([(plain, make) for make in (peer, zero(1), zero(2))], 2)
     for ours in (one, two):
         torch.testing.assert_close(ours[0].weights, theirs[0].weights, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_says_what_it_would_move_without_a_gradient(stage: int):
+    """Every step that uses all layers is DDP's; the first that does not ends in words."""
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 4, "limit_val_batches": 0}
+    whole = Fit(Shared, {"max_epochs": 1, **options})
+    jobs = [(whole, ddp(find_unused_parameters=True)), (whole, zero(stage, engine="deepspeed"))]
+    theirs, ours = on_ranks(jobs, 2, timeout=95.0)
+    torch.testing.assert_close(ours[0].weights, theirs[0].weights, **WEIGHTS)
+    plain = Fit(Shared, {"max_epochs": 1, "limit_val_batches": 0})
+    with pytest.raises(Exception, match=r"no rank made a gradient for `extra\.weight`, `extra\.bias` in this step\."):
+        on_ranks([(plain, zero(stage, engine="deepspeed"))], 2, timeout=95.0)

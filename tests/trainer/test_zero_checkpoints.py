@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parallel import cli
+from lightning_parallel.strategies import PipelineStrategy
 from tests.trainer.modules import Classifier, chain, row_dataset
 from tests.trainer.pipelines import LOSS, WEIGHTS, assert_same_optimizer
 from tests.trainer.zeros import Fit, Result, fit, on_ranks, zero
@@ -195,6 +196,28 @@ def test_other_places_for_the_parts(tmp_path: Path, uninterrupted: Result, optio
     assert first[0].optimizers[0]["state"].keys() == uninterrupted.optimizers[0]["state"].keys()
     [results] = on_ranks([(run(4, resume=path), zero(1, **options))], 4)
     assert_like(results, uninterrupted, slice(2, None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_shards_gradients_and_states_on_the_host(uninterrupted: Result):
+    jobs = [(run(4), zero(stage, engine="fsdp2", offload=True)) for stage in (2, 3)]
+    for results in on_ranks(jobs, 2, timeout=110.0):
+        assert_like(results, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_goes_on_and_comes_back(tmp_path: Path, stage: int):
+    """Two epochs divided, two as a pipeline, two divided again, as six in one process."""
+    first, second = tmp_path / "divided.ckpt", tmp_path / "pipeline.ckpt"
+    whole = fit(run(6, make=Small), "auto", 1)
+    jobs: list[Any] = [(run(2, saves(first), make=Small), zero(stage))]
+    jobs.append((run(4, saves(second), first, Small), lambda: PipelineStrategy(num_microbatches=1)))
+    jobs.append((run(6, resume=second, make=Small), zero(stage)))
+    *_, last = on_ranks(jobs, 2, timeout=110.0)
+    assert_like(last, whole, slice(4, None))
 
 
 def test_groups_that_do_not_divide_the_ranks():
