@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.weight_grad import Plan, backward_inputs, hook_on_saved_tensors, plan
+from lightning_parallel.pipeline.weight_grad.saved import Factor
 
 
 class Deferred:
@@ -21,11 +22,16 @@ class Deferred:
     Args:
         roots: where the backward begins.
         graphs: those of the rank's blocks, if they have any.
+        is_lent: whether a tensor lies in memory that is gone by W, as that of divided parameters is.
     """
 
-    def __init__(self, roots: Sequence[Any], graphs: SharedGraphs | None) -> None:
+    def __init__(
+        self, roots: Sequence[Any], graphs: SharedGraphs | None, is_lent: Callable[[Tensor], bool] | None = None
+    ) -> None:
         self._graphs, self._roots, self._slots = graphs, roots, list[Any]()
         self._plan: Plan | None = plan(roots)
+        for product in self._plan.products if is_lent is not None else ():
+            product.factor = _kept(product.factor, is_lent)
         self._noted: list[Any] = []  # what hooks on saved tensors made of what waits
         self._pack = hook_on_saved_tensors()
         if self._pack is not None:
@@ -73,3 +79,16 @@ class Deferred:
             return tensor
 
         return read
+
+
+def _kept(factor: Factor, is_lent: Callable[[Tensor], bool] | None) -> Factor:
+    """A factor that W can read: one that is lent (a weight that is made of two weights) is copied within the I."""
+    assert is_lent is not None
+    if isinstance(factor, Tensor):
+        return factor.clone if is_lent(factor) else factor
+
+    def read() -> Tensor:
+        tensor = factor()
+        return tensor.clone() if is_lent(tensor) else tensor
+
+    return read

@@ -217,7 +217,10 @@ class Seat(Ends):
             arrival.send_gradients(held.inbox, came)
 
     def _prepare(self, action: Action, held: Held) -> Deferred | None:
-        return Deferred(held.roots(), self.cut.graphs) if action.kind == "I" and held.run is not None else None
+        if action.kind != "I" or held.run is None:
+            return None
+        windows = self.cut.windows
+        return Deferred(held.roots(), self.cut.graphs, None if windows is None else windows.lends)
 
     def weights(self, action: Action, work: StepWork) -> None:
         """W: the products of weights that an I left waiting."""

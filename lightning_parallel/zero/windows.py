@@ -165,6 +165,10 @@ class Windows:
                 ' gather="step".'
             )
 
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory of parameters that comes and goes."""
+        return tensor.untyped_storage()._cdata in {b.flat.untyped_storage()._cdata for b in self._all()}
+
     # -- what blocks do ------------------------------------------------------------------------------------------------
 
     @contextmanager

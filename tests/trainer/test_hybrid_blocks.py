@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.demo.gpt import GPT, Block
@@ -70,12 +71,32 @@ class Weighed(GPT):
         return self.head(self.norm(x)) + 1e-3 * self.blocks[BLOCKS - 1].up.weight.square().sum()
 
 
+class Low(nn.Module):
+    """A product of a sum of a weight and of a product of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16) / 64)
+        self.a, self.b = nn.Parameter(torch.randn(4, 16) / 8), nn.Parameter(torch.randn(64, 4) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.b @ self.a)
+
+
+class Adapted(GPT):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.up = Low()
+
+
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tied": (gpt(), {}),
     "frozen": (gpt(Frozen, tie_embeddings=False), {}),
     "blocks computed again": (gpt(), {"recompute": "block"}),
     "stages computed again": (gpt(), {"recompute": "stage"}),
     "the user's checkpoints": (gpt(InPairs), {}),
+    "weights made of weights": (gpt(Adapted), {}),
     "weights read outside, views written to": (gpt(Weighed), {}),
 }
 

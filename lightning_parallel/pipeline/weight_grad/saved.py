@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 class CannotRead(Exception):
@@ -48,7 +49,10 @@ def reader(name: str) -> Callable[[Any], Factor]:
         except RuntimeError as error:  # a function that is not Python's
             raise CannotRead from error
         if unpack is None:
-            return getattr(node, saved_name).data  # as it is saved it knows all the graph before it; no operator runs
+            saved = getattr(node, saved_name)
+            if type(saved) is Parameter:  # whose memory may come and go until the node's turn
+                return lambda: saved.data
+            return saved.data  # as it is saved it knows all the graph before it; no operator runs
         if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
             _expect_two_readings(raw.data)
         return lambda: getattr(node, saved_name).detach()
