@@ -20,6 +20,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.loss_check import check_loss
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
+from lightning_parallel.trainer.carried_state import CarriedState
 from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
 from lightning_parallel.trainer.log_check import CheckedLog
 from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
@@ -60,6 +61,7 @@ class TrainerStep:
         self.calls: list[LogCall] = []
         self.received: dict[int, Any] = {}
         self._work: StepWork | None = None
+        self._carried: CarriedState | None = None
 
     def work(self) -> StepWork:
         """What the engine is asked to do."""
@@ -98,12 +100,16 @@ class TrainerStep:
         check = self.strategy.wants_loss_check(self)
         for seat in engine.loss_seats:
             seat.keep_received = check
+        self._carried = CarriedState(self.module) if check else None
         work = self.work()
         with self.metrics.step():
             with StepLog(self.module, self.ends, self.metrics, self.training, silent=True).recording():
                 self.strategy.repeats.learn(self.kind, work)
             with self.log.recording(), pipeline.streams.step(), self._filling_seen():
                 results = engine.run(work, self.strategy.marks(work.schedule, self.training))
+            if self._carried is not None:
+                self._carried.end()
+                self._carried = None
             if pipeline.both_ways:
                 self._join_directions(results)
             if work.may_begin_anew:
@@ -209,7 +215,8 @@ class TrainerStep:
             self.metrics.share = self.weights[number] if len(self.sizes) > 1 else None
             run = self.strategy.pipeline.cut.active
             cut_short = self.ends and run is not None and not run.is_last
-            with self._precision(), self.metrics.untouched() if cut_short else nullcontext():
+            carried = self._carried.watching(self.sizes[number]) if self._carried is not None else nullcontext()
+            with self._precision(), self.metrics.untouched() if cut_short else nullcontext(), carried:
                 return method(part, *self.args)
 
         return step

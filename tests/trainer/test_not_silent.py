@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.trainer.modules import Classifier, chain, row_loader
+from tests.trainer.modules import WIDTH, Classifier, chain, row_loader
 from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages
 
 
@@ -280,3 +280,34 @@ def test_a_logged_value_that_is_no_mean_over_rows_is_told_of(name: str, log: Any
         rf"The step logs '{name}': \S+ for a whole batch, and \S+ joined over its \d micro-batches", message
     )
     assert "self.log(name, metric)" in message
+
+
+class Recurrent(Classifier):
+    """Carries the hidden state of its recurrent layer from batch to batch, or takes it anew; keeps what it gave."""
+
+    def __init__(self, carries: bool) -> None:
+        super().__init__()
+        self.rnn, self.carries = nn.LSTM(WIDTH, WIDTH), carries
+        self.hidden: tuple[Tensor, Tensor] | None = None
+        self.table: Tensor | None = None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.table is None:
+            self.table = torch.ones(len(x))
+        out, hidden = self.rnn(x[None] * self.table.mean(), self.hidden if self.carries else None)
+        self.hidden = tuple(state.detach() for state in hidden)
+        loss = F.cross_entropy(self(out[0]), y)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_state_that_is_carried_from_batch_to_batch_is_refused(stages: int):
+    options = {"stages": {"rnn": 0}}
+    message = failure_of(Case(lambda: Recurrent(True), row_loader, options), stages)
+    assert "The step leaves `self.hidden` behind, and its next run reads it" in message
+
+
+def test_state_that_nobody_reads_and_tables_that_stay_are_not_carried():
+    assert_parity(Case(lambda: Recurrent(False), row_loader, {"stages": {"rnn": 0}}), stages=(2,))
