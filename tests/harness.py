@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 GROUP_TIMEOUT_S = 15.0
 _fork = multiprocessing.get_context("fork")
@@ -166,6 +167,7 @@ def _collect(
 
 
 def _main(fn: Callable, rank: int, world: int, args: tuple, pipe: Connection, stacks: Path, store: str | None) -> None:
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # tests that are killed leave no ranks
     with open(stacks, "w") as file:
         # SIGABRT of the parent writes the stacks; a dump_traceback_later of pytest's would hang.
         faulthandler.disable()  # a Trainer in the parent has removed its handlers, and it would not set them again
