@@ -31,6 +31,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_seeds() -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # what a test before left of seed_everything
+        os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

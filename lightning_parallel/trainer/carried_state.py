@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightning_parallel.pipeline.leftovers import Attributes, tensor_attributes
 from lightning_parallel.pipeline.phantom import Phantom
@@ -48,6 +49,7 @@ class CarriedState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._metrics = tuple(name for name, part in module.named_modules() if isinstance(part, Metric))
         self._left: dict[Where, Any] = {}  # attributes that notes were put into, and what stands there
         self._read: set[Where] = set()
 
@@ -59,7 +61,7 @@ class CarriedState:
             ValueError: it read and replaced what another left behind.
         """
         self._read.clear()
-        before = tensor_attributes(self._module)
+        before = self._attributes()
         try:
             yield
         except StepCut:
@@ -67,8 +69,15 @@ class CarriedState:
             raise
         self._look(before, rows)
 
+    def _attributes(self) -> Attributes:
+        """Those of metrics apart, which see all rows one after the other."""
+        found = tensor_attributes(self._module)
+        return {where: value for where, value in found.items() if not where[0].startswith(self._metrics)}
+
     def _look(self, before: Attributes, rows: int) -> None:
-        changed = {k: v for k, v in tensor_attributes(self._module).items() if not _is_same(before.get(k), v)}
+        changed = {
+            where: value for where, value in self._attributes().items() if not _is_same(before.get(where), value)
+        }
         for where, value in changed.items():
             if where in self._read and _has_rows(value, rows):
                 self.end()

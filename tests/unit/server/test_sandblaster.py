@@ -196,11 +196,13 @@ def test_the_coordinator_never_sees_a_vector_and_helpers_read_the_point_from_the
     assert network.now > 8.0 and not vectors
     assert loss == pytest.approx(scipys().fun, abs=1e-9)
     network.send(solvers[0].helper.leave())
-    last = Solver(Helper("reader", rules), rng)
-    last.helper.view, last.helper.portion = caller.view, Portion(caller.batch.batch, 0)
-    network.add(last.helper, last.helper._read(caller.batch.batch))
-    network.run(until=lambda: last.helper.vector is not None)
-    np.testing.assert_allclose(last.helper.vector.numpy(), scipys().x, atol=1e-6)
+    last = Helper("reader", rules)
+    network.add(last, last.start(network.now))
+    network.run(until=lambda: last.view.number > 0)
+    last.portion = Portion(caller.batch.batch, 0)
+    network.send(last._read(caller.batch.batch))
+    network.run(until=lambda: last.vector is not None)
+    np.testing.assert_allclose(last.vector.numpy(), scipys().x, atol=1e-6)
 
 
 def test_a_call_that_is_not_there_is_told():
