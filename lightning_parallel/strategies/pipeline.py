@@ -75,7 +75,8 @@ class PipelineStrategy(PipelineGradients):
         stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         memory_limit: bytes of activations that a rank may hold, for schedule="auto".
-        check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ.
+        check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ; warn of
+            logged numbers that do, and raise if a micro-batch reads tensors that another left in attributes.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's. A step may
             then call the model once.
         skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
