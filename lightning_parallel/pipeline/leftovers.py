@@ -46,10 +46,11 @@ def _is_tensors(value: Any) -> bool:
 def left_behind(module: nn.Module, before: Attributes) -> Attributes:
     """Descriptions of the attributes that were set, and of the lists that were changed, since `before` was taken."""
     now = tensor_attributes(module)
-    return {where: describe(value) for where, value in now.items() if not _is_same(before.get(where), value)}
+    return {where: describe(value) for where, value in now.items() if not is_same(before.get(where), value)}
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def is_same(old: Any, new: Any) -> bool:
+    """Whether an attribute still holds the same tensors."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(map(lambda a, b: a is b, old, new))
     return old is new

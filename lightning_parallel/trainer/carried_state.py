@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_parallel.pipeline.leftovers import Attributes, tensor_attributes
+from lightning_parallel.pipeline.leftovers import Attributes, is_same, tensor_attributes
 from lightning_parallel.pipeline.phantom import Phantom
 from lightning_parallel.pipeline.stage import StepCut
 
@@ -75,9 +75,7 @@ class CarriedState:
         return {where: value for where, value in found.items() if not where[0].startswith(self._metrics)}
 
     def _look(self, before: Attributes, rows: int) -> None:
-        changed = {
-            where: value for where, value in self._attributes().items() if not _is_same(before.get(where), value)
-        }
+        changed = {where: value for where, value in self._attributes().items() if not is_same(before.get(where), value)}
         for where, value in changed.items():
             if where in self._read and _has_rows(value, rows):
                 self.end()
@@ -89,7 +87,7 @@ class CarriedState:
         """The step is over: leave the last micro-batch's values as they were set."""
         for where, noting in self._left.items():
             module, name = self._module.get_submodule(where[0]), where[1]
-            if _is_same(vars(module).get(name), noting):
+            if is_same(vars(module).get(name), noting):
                 with torch._C.DisableTorchFunctionSubclass():
                     vars(module)[name] = tree_map_only(_Noting, lambda t: t.as_subclass(Tensor), noting)
         self._left.clear()
@@ -107,12 +105,6 @@ class CarriedState:
 def _has_rows(value: Any, rows: int) -> bool:
     tensors = [value] if isinstance(value, Tensor) else value
     return any(not isinstance(t, Phantom) and rows in t.shape for t in tensors)
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        return len(old) == len(new) and all(map(lambda a, b: a is b, old, new))
-    return old is new
 
 
 def _says(where: Where) -> str:
