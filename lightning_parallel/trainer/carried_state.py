@@ -2,7 +2,8 @@
 
 The one idea: in one process the next batch reads it, in a pipeline the next micro-batch would. In the first step a
 tensor that a micro-batch leaves in an attribute notes whether it is read; where the next micro-batch reads it and
-leaves another in its place, it is carried. Left out: what has no dimension of rows (a running mean, a count), buffers.
+leaves another in its place, it is carried. Left out: what has no dimension of rows (a running mean, a count), buffers,
+and lists, which others may hold and append to.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class CarriedState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._metrics = tuple(name for name, part in module.named_modules() if isinstance(part, Metric))
+        metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        inside = {part for metric in metrics for part in metric.modules()}  # they see all rows one after the other
+        self._passed_over = {name for name, part in module.named_modules() if part in inside}
         self._left: dict[Where, Any] = {}  # attributes that notes were put into, and what stands there
         self._read: set[Where] = set()
 
@@ -70,9 +73,12 @@ class CarriedState:
         self._look(before, rows)
 
     def _attributes(self) -> Attributes:
-        """Those of metrics apart, which see all rows one after the other."""
         found = tensor_attributes(self._module)
-        return {where: value for where, value in found.items() if not where[0].startswith(self._metrics)}
+        return {
+            where: value
+            for where, value in found.items()
+            if where[0] not in self._passed_over and not isinstance(value, list)
+        }
 
     def _look(self, before: Attributes, rows: int) -> None:
         changed = {where: value for where, value in self._attributes().items() if not is_same(before.get(where), value)}
