@@ -6,8 +6,9 @@ One GPU (bf16), or a CPU (fp32, one thread, tiny sizes: what is left is the time
 a forward and a whole backward, the same with our split, and, where it runs, the same with the split of
 torch.distributed.pipelining, one after another in changing order, each between two synchronisations. Ratios are medians
 over pairs, with their quartiles. "On top" is the same where gradients are there already, as they are for all
-micro-batches of a step but the first. Last: gradients of our split against a whole backward's, norm of the difference
-over norm, the largest of all parameters.
+micro-batches of a step but the first. "Graphs", on a GPU, is the same again with every block launched as CUDA graphs,
+as the engine launches them with ``cuda_graphs=True``. Last: gradients of our split against a whole backward's, norm of
+the difference over norm, the largest of all parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs, plan
 
 try:  # private in torch, and the peer here
@@ -53,7 +55,7 @@ class Block(nn.Module):
 class Programs:
     """One micro-batch through the blocks, each way."""
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
+    def __init__(self, model: nn.Sequential, x: Tensor) -> None:
         self.model, self.x, self.gradient = model, x, torch.randn_like(x)
         self.parameters = list(model.parameters())
         self.weights = WeightGradients()
@@ -91,6 +93,31 @@ class Programs:
         x, y = self.forward()
         _, groups = stage_backward_input([y], [self.gradient], [x], iter(self.parameters))
         stage_backward_weight(iter(self.parameters), groups)
+
+
+class Graphs(Programs):
+    """The same with every block launched as CUDA graphs. One micro-batch is under way at a time."""
+
+    def __init__(self, model: nn.Sequential, x: Tensor) -> None:
+        super().__init__(model, x)
+        self.shared = SharedGraphs(x.device)
+        self.blocks = [BlockGraphs(f"block {i}", block, self.shared, False) for i, block in enumerate(model)]
+        self.whole()  # libraries choose their kernels
+        self.shared.end(training=True)
+        self.whole()  # captures
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        x = self.x.detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block.call(block.module, (y,), {})
+        return x, y
+
+    def halves(self) -> None:
+        with self.shared.leaving_weights() as left:
+            self.inputs()
+        for slot in left:
+            slot.weights()
 
 
 def seconds(program: Callable[[], object]) -> float:
@@ -162,6 +189,14 @@ def measure(programs: Programs, pairs: int, bar: float | None) -> None:
     taken = interleaved(on_top, pairs, lambda: None)
     for name in on_top:
         print(report(name, taken, "F+B on top"), flush=True)
+    if torch.cuda.is_available():
+        graphs = Graphs(programs.model, programs.x)
+        launched: dict[str, Callable[[], None]] = {"F+B graphs": graphs.whole, "F+I+W graphs": graphs.halves}
+        taken = interleaved({**launched, "F+B on top": programs.whole}, pairs, lambda: None)
+        for name in launched:
+            print(report(name, taken, "F+B graphs", bar if name == "F+I+W graphs" else None), flush=True)
+        print(report("F+I+W graphs", taken, "F+B on top"), flush=True)
+        print(f"  with graphs: largest relative error of a gradient {largest_error(graphs):.2e}", flush=True)
     print(f"  largest relative error of a gradient {largest_error(programs):.2e}", flush=True)
 
 
