@@ -5,9 +5,10 @@
 
 A GPT of 32 layers, width 2048, vocabulary 32000 in bf16, AdamW, 8 micro-batches over all GPUs. `HybridStrategy` with
 all GPUs along one axis: `tp` beside DTensor's plan with a parallel loss, `dp-zero3` beside FSDP2 with reshard (ours
-gathers for every micro-batch too; `dp-zero3-step` gathers once a step), `pp` beside torch's 1F1B. With --lightning it
-is Lightning's ModelParallelStrategy beside the same bare loops, in a process of its own. Beside the ratio: our peak
-memory on the fullest GPU, states included, and what the formula gives for the states.
+gathers for every micro-batch too and reduces gradients once a step; `dp-zero3-step` gathers once a step;
+`dp-zero3-batches` accumulates Lightning's batches, each of which it reduces as the bare loop does), `pp` beside torch's
+1F1B. With --lightning it is Lightning's ModelParallelStrategy beside the same bare loops, in a process of its own.
+Beside the ratio: our peak memory on the fullest GPU, states included, and what the formula gives for the states.
 """
 
 from __future__ import annotations
@@ -85,10 +86,15 @@ class Comparison:
     @property
     def kind(self) -> str:
         """The layout of the bare loop."""
-        return self.layout.removesuffix("-step")
+        return self.layout.removesuffix("-step").removesuffix("-batches")
+
+    @property
+    def batches(self) -> int:
+        """How many batches of Lightning's make a step."""
+        return len(self.parts) if self.layout.endswith("-batches") else 1
 
     def strategy(self) -> HybridStrategy:
-        options = {"num_microbatches": len(self.parts), "check_loss": False}
+        options = {"num_microbatches": len(self.parts) // self.batches, "check_loss": False}
         if self.layout == "tp":
             return HybridStrategy(data_parallel_size=1, tensor_parallel_size=self.world, **options)
         if self.layout == "pp":
@@ -118,8 +124,11 @@ class Comparison:
 
     def ours(self) -> None:
         pairs = self.pairs()
-        loader = DataLoader([{"input_ids": torch.cat(self.parts)}] * pairs.steps, batch_size=None, pin_memory=True)
+        size = len(self.parts) // self.batches
+        batches = [{"input_ids": torch.cat(self.parts[i : i + size])} for i in range(0, len(self.parts), size)]
+        loader = DataLoader(batches * pairs.steps, batch_size=None, pin_memory=True)
         run = trainer(self.world, pairs.steps, "bf16-true", self.strategy(), [self.states, pairs])
+        run.accumulate_grad_batches = self.batches
         run.fit(make_model(self.hparams, BenchGPT), loader)
         self.say(f"{pairs.result.report(self.title('ours'), BAR)}")
         peak, formula = self.states.peak / 2**30, self.states.formula / 2**30
@@ -148,7 +157,7 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = [*LAYOUTS, "dp-zero3-step", "pp"]
+    choices = [*LAYOUTS, "dp-zero3-step", "dp-zero3-batches", "pp"]
     parser.add_argument("--layouts", nargs="+", default=["tp", "dp-zero3", "pp"], choices=choices)
     parser.add_argument("--tokens", nargs="+", default=["4x2048"], help="rows x length of a micro-batch")
     parser.add_argument("--pairs", type=int, default=20)
