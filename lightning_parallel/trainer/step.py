@@ -27,7 +27,7 @@ from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.step_log import LogCall, StepLog
 
 if TYPE_CHECKING:
-    from lightning_parallel.strategies.pipeline import PipelineStrategy
+    from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 
 _CONTEXTS = {"training": "train", "validation": "val", "test": "test", "predict": "predict"}
 
@@ -43,9 +43,7 @@ class TrainerStep:
         sizes: rows of each micro-batch.
     """
 
-    def __init__(
-        self, strategy: PipelineStrategy, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]
-    ) -> None:
+    def __init__(self, strategy: PipelineSteps, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
