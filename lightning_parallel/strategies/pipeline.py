@@ -56,7 +56,7 @@ class PipelineStrategy(PipelineBuilding):
             actions, or a `Schedule`. Some hold several stages a rank, and cut the model into as many; some ("chimera",
             "dualpipe", "gems") hold each stage on several ranks, whose gradients are summed. "auto" times the model's
             units on one rank before the first step (they need the module's `example_input_array`, a micro-batch) and
-            takes the schedule whose step should be shortest with the stages that it would have; rank 0 prints the reason.
+            takes the schedule whose step should be shortest with the stages that it would have; rank 0 prints why.
         num_microbatches: M; default 4 a stage (GPipe's rule for a small bubble). Batches of fewer rows use fewer.
         blocks: where the model may be cut: "auto" (the longest chain of submodules), a container's name, or block
             names.
