@@ -15,8 +15,9 @@ from PIL import Image
 
 from lightning_parallel.measure.picture import Panel, draw_timelines
 from lightning_parallel.pipeline.checks import receive_ahead_needed
-from lightning_parallel.pipeline.choice import choose, costs_of_stages
+from lightning_parallel.pipeline.choice import choose
 from lightning_parallel.pipeline.costs import Costs
+from lightning_parallel.pipeline.loads import costs_of_stages
 from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
 from lightning_parallel.pipeline.schedules.formulas import bubble_formula, find_formula
 from lightning_parallel.pipeline.simulator import Timeline, simulate

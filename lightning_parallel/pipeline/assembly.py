@@ -23,8 +23,8 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
-from lightning_parallel.pipeline.early_sums import EarlySums
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.gradient_sums import GradientSums
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.links import Links
@@ -33,7 +33,6 @@ from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare
-from lightning_parallel.pipeline.replicas import GradientSums
 from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.shared_parameters import SharedParameters
@@ -164,17 +163,21 @@ class Pipeline(SharedParameters):
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
         own = [parameter for _, parameter in self.own]
         self.gradients = FreshGradients(own) if graphs is None else FreshGradients(own, graphs.holds)
+        holders = self._groups if self.num_replicas > 1 else {}
+        copies = self.open_sum_groups() if self.data.size > 1 and early_sums else {}
         self.sums: GradientSums | None = None
-        self.early: EarlySums | None = None
-        if self.num_replicas > 1:
-            self.sums = GradientSums(self.table, self._groups, self.device, self.waiting)
-        elif self.data.size > 1 and early_sums:
-            self.early = EarlySums(self.table, self.gradients, self.open_sum_group(), self.comes_unseen)
+        if holders or copies:
+            self.sums = GradientSums(
+                self.table, self.gradients, holders, copies, self.comes_unseen, self._is_summed_over_tensor
+            )
 
     def comes_unseen(self, parameter: nn.Parameter) -> bool:
         """Whether some of a parameter's gradient is made where no hook is called, or after an action."""
         graphs = self.cut.graphs
-        return parameter in self._over_tensor.summed or (graphs is not None and graphs.adds_to(parameter))
+        return self._is_summed_over_tensor(parameter) or (graphs is not None and graphs.adds_to(parameter))
+
+    def _is_summed_over_tensor(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._over_tensor.summed
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""

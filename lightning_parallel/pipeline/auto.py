@@ -1,16 +1,19 @@
 """`schedule="auto"`: the schedule with the shortest step for what this model costs on this device.
 
-The one idea: every unit is timed alone on one rank, which knows by that what a rank's share of the model costs; all
-generators are then simulated with it, and the best is told to all ranks, with the reason in words. The shares are taken
-to be equal. Left out: schedules that hold the weights twice.
+The one idea: every unit is timed alone on one rank, which so knows what the stages of any cut cost; every generator is
+then simulated with the stages that it would have, as the pipeline will cut them, and with the times that their
+boundaries take to a neighbour. The best is told to all ranks, with the reason in words. It is done before the first
+step: a schedule says how many stages there are and where they lie, so another one later would move weights and
+optimizer states between ranks. Left out: schedules that hold the weights twice; what a step computes outside of units.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -22,8 +25,10 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.blocks import block_names, unit_names
 from lightning_parallel.pipeline.choice import CANDIDATES, Choice, choose
-from lightning_parallel.pipeline.costs import Costs
-from lightning_parallel.pipeline.timing import Context, UnitCost, calls_on_shapes, unit_costs
+from lightning_parallel.pipeline.loads import Loads, MeasuredLoads, StageLoad
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.timing import Call, Context, calls_on_shapes, unit_costs
 
 _WHY = 'schedule="auto"'
 _ROUND_TRIPS = 5
@@ -36,13 +41,15 @@ class Wanted:
     Args:
         num_ranks: D.
         num_microbatches: M.
-        blocks: see `lay_out`.
+        blocks, partition, stages: see `lay_out`.
         memory_limit: bytes of activations that a rank may hold; None for no limit.
     """
 
     num_ranks: int
     num_microbatches: int
     blocks: str | Sequence[str] = "auto"
+    partition: Partition = "parameters"
+    stages: Mapping[str, int] | None = None
     memory_limit: float | None = None
 
 
@@ -69,24 +76,15 @@ def choose_together(
     """
     rank = dist.get_rank() if dist.is_initialized() else pair[0]
     told: Choice | str | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     if rank == pair[0]:
-        total, nbytes, hop = UnitCost(), 0, 0.0
         try:
-            names = unit_names(model, wanted.num_ranks, wanted.blocks)
-            total = sum(unit_costs(model, names, device, _WHY, context).values(), UnitCost())
-            nbytes = _boundary_bytes(model, wanted)
+            with _neighbour(pair, device) as hop:
+                told = choose_for(measure(model, wanted, device, hop, context), wanted)
+        except _NotFound as error:
+            cause, told = error.__cause__, f"{_WHY} found no schedule: {error}"
         except Exception as error:
-            cause = error
-        if len(pair) > 1:
-            hop = _hop(pair[1], nbytes, device)
-        if cause is not None:
-            told = f"{_WHY} could not time {type(model).__name__}: {cause}"
-        else:
-            try:
-                told = choose_for(model, wanted, total, hop)
-            except ValueError as error:
-                cause, told = error, f"{_WHY} found no schedule: {error}"
+            cause, told = error, f"{_WHY} could not time {type(model).__name__}: {error}"
     elif len(pair) > 1 and rank == pair[1]:
         _answer(pair[0], device)
     told = broadcast(told)
@@ -96,29 +94,76 @@ def choose_together(
     return told
 
 
-def choose_for(model: nn.Module, wanted: Wanted, total: UnitCost, hop: float) -> Choice:
-    """The best schedule where the whole model costs `total` a micro-batch, and a transfer `hop` seconds.
+def measure(
+    model: nn.Module,
+    wanted: Wanted,
+    device: torch.device,
+    hop: Callable[[int], float],
+    context: Context = nullcontext,
+) -> MeasuredLoads:
+    """Time the units of every cut that a candidate may ask for, alone, and transfers of all sizes between its stages.
 
     Raises:
-        ValueError: nothing fits the limit.
+        ValueError: there is no ``example_input_array``.
     """
-    ranks, share, limit = wanted.num_ranks, total.saved / wanted.num_ranks, wanted.memory_limit
-    times = (total.forward / ranks, total.input_grad / ranks, total.weight_grad / ranks, total.backward / ranks)
-    return choose(
-        ranks,
-        wanted.num_microbatches,
-        Costs(*times, communication=hop),
-        memory_limit=None if limit is None or not share else limit / share,
-        weight_share=total.waiting / total.saved if total.saved else 1.0,
-        candidates=[name for name in CANDIDATES if _fits(name, model, wanted)],
-    )
+    counts = [count for count in _counts(wanted) if len(block_names(model, count, wanted.blocks)) >= count]
+    names = list(dict.fromkeys(name for count in counts for name in unit_names(model, count, wanted.blocks)))
+    blocks = list(dict.fromkeys(name for count in counts for name in block_names(model, count, wanted.blocks)))
+    units = unit_costs(model, names, device, _WHY, context)
+    calls = calls_on_shapes(model, blocks, _WHY)
+    nbytes = {name: _nbytes(calls.get(name, [])) for name in blocks}
+    seconds = lru_cache(maxsize=None)(hop)
+    return MeasuredLoads(model, wanted.blocks, wanted.partition, wanted.stages, units, nbytes, seconds)
+
+
+def choose_for(loads: Loads, wanted: Wanted) -> Choice:
+    """The best schedule for stages that cost so.
+
+    Raises:
+        _NotFound: nothing fits the limit, or can be cut.
+    """
+    try:
+        choice = choose(wanted.num_ranks, wanted.num_microbatches, loads, wanted.memory_limit)
+    except ValueError as error:
+        raise _NotFound(str(error)) from error
+    return replace(choice, reason=f"{choice.reason}; {_told(loads(choice.schedule.placement))}")
+
+
+class _NotFound(Exception):
+    """There is no schedule to choose."""
+
+
+def _told(load: StageLoad) -> str:
+    """What the stages take, in words."""
+    times = [sum(load.costs.of(Action(kind, s, 0)) for kind in ("F", "B")) for s in range(len(load.kept))]
+    return f"its stages take {min(times):g} to {max(times):g} forward and back"
+
+
+def _counts(wanted: Wanted) -> list[int]:
+    """How many stages candidates have."""
+    found = set()
+    for name in CANDIDATES:
+        with suppress(ValueError):
+            found.add(schedules.make(name, wanted.num_ranks, wanted.num_microbatches).num_stages)
+    return sorted(found)
+
+
+@contextmanager
+def _neighbour(pair: Sequence[int], device: torch.device) -> Iterator[Callable[[int], float]]:
+    """What times transfers to the second rank of a pair, which answers inside."""
+    if len(pair) == 1:
+        yield lambda nbytes: 0.0
+        return
+    try:
+        yield lambda nbytes: _hop(pair[1], nbytes, device)
+    finally:
+        dist.send(torch.zeros(1, dtype=torch.int64), pair[1])
 
 
 def _answer(asker: int, device: torch.device) -> None:
-    """The other end of `_hop`."""
+    """The other end of `_hop`, until no more is asked."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, asker)
-    if size:
+    while dist.recv(size, asker) is not None and size:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
         for _ in range(_ROUND_TRIPS + 1):
             dist.recv(buffer, asker)
@@ -126,10 +171,8 @@ def _answer(asker: int, device: torch.device) -> None:
 
 
 def _hop(neighbour: int, nbytes: int, device: torch.device) -> float:
-    """Seconds that so many bytes take to another rank: half of a round trip. None take no time."""
+    """Seconds that so many bytes take to another rank: half of a round trip."""
     dist.send(torch.tensor([nbytes]), neighbour)
-    if not nbytes:
-        return 0.0
     buffer, times = torch.zeros(nbytes, dtype=torch.uint8, device=device), []
     for _ in range(_ROUND_TRIPS + 1):
         began = time.perf_counter()
@@ -141,20 +184,7 @@ def _hop(neighbour: int, nbytes: int, device: torch.device) -> float:
     return median(times[1:]) / 2
 
 
-def _boundary_bytes(model: nn.Module, wanted: Wanted) -> int:
-    """What the block in the middle is called with."""
-    names = block_names(model, wanted.num_ranks, wanted.blocks)
-    calls = calls_on_shapes(model, [names[len(names) // 2]], _WHY)
-    leaves = [
-        x for of in calls.values() for x in tree_flatten(of)[0] if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+def _nbytes(calls: Sequence[Call]) -> int:
+    """What a block is called with, at least 1."""
+    leaves = [x for x in tree_flatten(calls)[0] if isinstance(x, Tensor) and x.is_floating_point()]
     return max(1, sum(x.numel() * x.element_size() for x in leaves))
-
-
-def _fits(name: str, model: nn.Module, wanted: Wanted) -> bool:
-    """Whether there are blocks enough for its stages."""
-    try:
-        num_stages = schedules.make(name, wanted.num_ranks, wanted.num_microbatches).num_stages
-    except ValueError:
-        return False
-    return len(block_names(model, num_stages, wanted.blocks)) >= num_stages

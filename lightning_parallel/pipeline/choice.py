@@ -6,12 +6,14 @@ the memory wins; the reason is said in words. Pure: who measures the times, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_parallel.pipeline import schedules
-from lightning_parallel.pipeline.costs import Costs, PerStage
+from lightning_parallel.pipeline.costs import Costs
+from lightning_parallel.pipeline.loads import Loads, even_loads
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedules.placement import straight
 from lightning_parallel.pipeline.simulator import Timeline, peak_activations, simulate
 from lightning_parallel.pipeline.splits import merge_useless_splits
 
@@ -78,7 +80,7 @@ class Choice:
 def choose(
     num_ranks: int,
     num_microbatches: int,
-    costs: Costs,
+    costs: Costs | Loads,
     memory_limit: float | None = None,
     weight_share: float = 1.0,
     weights: float | None = None,
@@ -91,9 +93,9 @@ def choose(
         num_microbatches: M.
         costs: of a rank's whole share of the model, one number or one a rank, in any unit. Stages of schedules with
             several a rank take their part of it. Where whole backwards cost less than I and W, say so
-            (``Costs.backward``), or splits look free.
+            (``Costs.backward``), or splits look free. Or what says what the stages of each schedule cost and keep.
         memory_limit: the most that a rank can hold, in activations of one micro-batch on one rank (the peak of
-            ``peak_activations``) plus ``weights``. None for no limit.
+            ``peak_activations``) plus ``weights``, or in the unit of what the loads say. None for no limit.
         weight_share: M_W / M_B, see ``peak_activations``.
         weights: weights, gradients and optimizer states of a rank's share, in the same unit; schedules of several
             replicas hold them several times. Left out, those are not considered.
@@ -110,9 +112,8 @@ def choose(
         >>> choice.reason.split("; ")[:2]
         ['zb_v: step 49.5, idle 0.0303, holds 4 of 4', '1f1b takes 57, 1.15 times as long']
     """
-    options = [
-        _candidate(name, num_ranks, num_microbatches, costs, memory_limit, weight_share, weights) for name in candidates
-    ]
+    loads = even_loads(costs, num_ranks, weight_share) if isinstance(costs, Costs) else costs
+    options = [_candidate(name, num_ranks, num_microbatches, loads, memory_limit, weights) for name in candidates]
     fitting = sorted((option for option in options if not option.excuse), key=_rank_by)
     others = sorted((option for option in options if option.excuse), key=lambda option: option.memory)
     if not fitting:
@@ -133,73 +134,33 @@ def _rank_by(option: Candidate) -> tuple[float, float, int]:
 
 
 def _candidate(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    costs: Costs,
-    limit: float | None,
-    weight_share: float,
-    weights: float | None,
+    name: str, num_ranks: int, num_microbatches: int, loads: Loads, limit: float | None, weights: float | None
 ) -> Candidate:
     try:
         room = None if limit is None else limit - (weights or 0.0)
-        schedule = _make(name, num_ranks, num_microbatches, costs, room, weight_share)
+        schedule = _make(name, num_ranks, num_microbatches, loads, room)
+        load = loads(schedule.placement)
     except ValueError as error:
         return Candidate(name, None, float("inf"), f"cannot be made: {error}")
-    times = costs_of_stages(costs, num_ranks, schedule.num_stages)
-    schedule = merge_useless_splits(schedule, times)
+    schedule = merge_useless_splits(schedule, load.costs)
     copies = schedule.num_replicas
-    memory = max(peak_activations(schedule, weight_share)) + (weights or 0.0) * copies
+    memory = max(peak_activations(schedule, load.weight_share, load.kept)) + (weights or 0.0) * copies
     too_much = limit is not None and memory > limit * (1 + SAME)
     excuse = f"needs {memory:g}" if too_much else ""
     if copies > 1 and weights is None:
         excuse = f"holds {copies} copies of the weights, and their size is not given"
-    return Candidate(schedule.name, simulate(schedule, times), memory, excuse)
+    return Candidate(schedule.name, simulate(schedule, load.costs), memory, excuse)
 
 
-def _make(name: str, num_ranks: int, num_microbatches: int, costs: Costs, room: float | None, share: float) -> Schedule:
-    """Generators that look at times and memory are told them."""
-    known = schedules.spec.options_of(schedules.find(name)[0])
-    options: dict[str, object] = {}
-    if "costs" in known:
-        options = {"costs": costs_of_stages(costs, num_ranks, num_ranks), "weight_share": share}
+def _make(name: str, num_ranks: int, num_microbatches: int, loads: Loads, room: float | None) -> Schedule:
+    """Generators that look at times and memory are told them: those of one stage a rank, the memory of the largest."""
+    if "costs" not in schedules.spec.options_of(schedules.find(name)[0]):
+        return schedules.make(name, num_ranks, num_microbatches)
+    load = loads(straight(num_ranks))
+    options: dict[str, object] = {"costs": load.costs, "weight_share": load.largest_share}
     if name == "zb_auto" and room is not None:
-        options["limit"] = max(1.0, room)
+        options["limit"] = max(1.0, room / load.largest) if load.largest else num_microbatches
     return schedules.make(name, num_ranks, num_microbatches, **options)
-
-
-def costs_of_stages(costs: Costs, num_ranks: int, num_stages: int) -> Costs:
-    """Costs of D equal pieces of a model, or of D different ones, as costs of S pieces.
-
-    Within a piece the cost is taken to be even.
-
-    Args:
-        costs: one number, the same for each of the D pieces, or one a piece.
-        num_ranks: D.
-        num_stages: S.
-
-    Example:
-        >>> costs_of_stages(Costs(forward=[1.0, 3.0]), num_ranks=2, num_stages=4).forward
-        [0.5, 0.5, 1.5, 1.5]
-    """
-
-    def cut(cost: PerStage) -> PerStage:
-        if not isinstance(cost, Sequence):
-            return cost * num_ranks / num_stages
-        return list(_cut(cost, num_stages))
-
-    backward = None if costs.backward is None else cut(costs.backward)
-    pair = None if costs.pair is None else costs.pair * num_ranks / num_stages
-    forward, input_grad, weight_grad = cut(costs.forward), cut(costs.input_grad), cut(costs.weight_grad)
-    return replace(costs, forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, pair=pair)
-
-
-def _cut(cost: Sequence[float], num_stages: int) -> Iterator[float]:
-    """The integral of a function that is constant on each of ``len(cost)`` pieces, over each of ``num_stages``."""
-    pieces = len(cost)
-    for stage in range(num_stages):
-        low, high = stage * pieces / num_stages, (stage + 1) * pieces / num_stages
-        yield sum(cost[at] * max(0.0, min(high, at + 1) - max(low, at)) for at in range(pieces))
 
 
 def _reason(best: Candidate, options: Sequence[Candidate], limit: float | None) -> str:

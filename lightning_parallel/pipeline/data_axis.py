@@ -1,8 +1,8 @@
 """What the copies of a stage do together along the data axis: equal values at the start, the mean of gradients.
 
 The one idea: a copy of the model is a pipeline of its own. The ranks that hold the same stage in different copies see
-different rows, so their gradients are averaged, once a step of the optimizer. Their sums begin while a stage's last
-backward still runs (see `early_sums`); what could not is summed here, and all of it is waited for here.
+different rows, so their gradients are averaged, once a step of the optimizer: here, where their sums did not begin
+while backwards ran (``gradient_sums.py``).
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.axis_line import AxisLine
 from lightning_parallel.pipeline.buckets import BucketSum, buckets
-from lightning_parallel.pipeline.early_sums import EarlySums
 
 
 class DataAxis(AxisLine):
     """The ranks that hold one stage in every copy of the model, copy by copy."""
 
-    def average(self, parameters: Sequence[nn.Parameter], early: EarlySums | None = None) -> None:
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average `grad` over the copies, in place; where only some copies have one, the others count as zero.
 
         Args:
             parameters: this rank's, those that train.
-            early: sums of some of them that have begun.
 
         Raises:
             ValueError: a gradient is sparse; another copy has come to a pause.
@@ -34,16 +32,22 @@ class DataAxis(AxisLine):
         if self.size == 1:
             return
         with self.waiting("the other copies of the model, to average gradients"):
-            made = [parameter.grad is not None for parameter in parameters]
-            *somewhere, stale = self._agree([*made, early is not None and early.stale], False)
+            somewhere, _ = self.agree_on_gradients([parameter.grad is not None for parameter in parameters])
             for parameter, count in zip(parameters, somewhere, strict=True):
                 if count and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            sums = early.take(stale > 0) if early is not None else {}
-            sums |= self._sum([p for p in parameters if p.grad is not None and p not in sums])
+            sums = self._sum([parameter for parameter in parameters if parameter.grad is not None])
             for parameter, total in sums.items():
-                if parameter.grad is not None:
-                    torch.div(total, self.size, out=parameter.grad)
+                torch.div(total, self.size, out=parameter.grad)
+
+    def agree_on_gradients(self, made: Sequence[bool], stale: bool = False) -> tuple[list[int], bool]:
+        """How many copies have a gradient for each parameter, and whether some copy's sums are stale.
+
+        Raises:
+            ValueError: another copy has come to a pause.
+        """
+        *somewhere, is_stale = self._agree([*made, stale], False)
+        return somewhere, is_stale > 0
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

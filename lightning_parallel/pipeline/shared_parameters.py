@@ -6,7 +6,7 @@ copies open the groups that follow from that in one order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.copy_of_model import Copy
+from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.gradient_sums import GradientSums, equalize_gradients
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.replica_check import equalize_buffers
-from lightning_parallel.pipeline.replicas import GradientSums, equalize_gradients
 
 
 class SharedParameters(Copy):
@@ -25,11 +26,13 @@ class SharedParameters(Copy):
     Attributes:
         table: which rank holds which parameter.
         own: the parameters of this rank.
-        sums: what sums gradients of replicas while backwards run, where there are several.
+        data: the ranks of this row in all copies.
+        sums: what sums gradients while backwards run, over replicas or copies, where there are several.
     """
 
     table: ParameterTable
     own: list[tuple[Entry, nn.Parameter]]
+    data: DataAxis
     sums: GradientSums | None
     _groups: dict[tuple[int, ...], Any]
 
@@ -54,25 +57,63 @@ class SharedParameters(Copy):
                 for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                     tensor.copy_(total)
 
+    def take_means(self, fresh: Mapping[nn.Parameter, Tensor | None]) -> bool:
+        """Put the means over all copies into `grad`, where their sums are on their way.
+
+        Args:
+            fresh: what the step made, which has not been added to `grad` yet.
+
+        Returns:
+            False where there are none, or some rank's were stale: gradients are still to be added up.
+        """
+        if self.sums is None or not self.sums.over_copies:
+            return False
+        trained = [(entry, parameter) for entry, parameter in self.own if parameter.requires_grad]
+        made = {entry.name for entry, p in trained if fresh.get(p) is not None or p.grad is not None}
+        used, stale = self._agree_on_shared(made, self.sums.is_stale(fresh))
+        made |= {entry.name for entry in used}
+        with self.waiting("the other copies of the model, to average gradients"):
+            somewhere, stale = self.data.agree_on_gradients([entry.name in made for entry, _ in trained], stale)
+            totals = self.sums.take(stale)
+        for (_, parameter), count in zip(trained, somewhere, strict=True):
+            if count and not stale:
+                into = fresh.get(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = torch.div(totals[parameter], self.data.size, out=into)
+        return not stale
+
     def sum_shared(self, gradients: dict[str, Tensor | None]) -> None:
-        """Sum the gradients of parameters that several stages hold; None stays None where no stage made one.
+        """Sum the gradients of parameters that several ranks hold; None stays None where no rank made one.
+
+        Args:
+            gradients: this rank's by first name; entries are replaced by the sums.
+        """
+        if not self.table.shared():
+            return
+        made = {name for name, gradient in gradients.items() if gradient is not None}
+        fresh = {parameter: gradients.get(entry.name) for entry, parameter in self.own}
+        used, stale = self._agree_on_shared(made, self.sums is not None and self.sums.is_stale(fresh))
+        with self.waiting("the ranks that hold the same parameters, to add up gradients"):
+            sums = {} if self.sums is None else self.sums.take(stale)
+        totals = {entry.name: sums[parameter] for entry, parameter in self.own if parameter in sums}
+        gradients.update({entry.name: totals[entry.name] for entry in used if entry.name in totals})
+        left = [entry for entry in used if entry.name not in totals]
+        sum_shared_gradients(self.table, left, gradients, self.all_reduce_over)
+
+    def _agree_on_shared(self, made: Collection[str], stale: bool) -> tuple[list[Entry], bool]:
+        """Which parameters that several ranks hold have a gradient on some, and whether what some rank sent is stale.
 
         Who made one is agreed on the host, and only where there are bare parameters (a unit uses its own) or the device
         is the host anyway: it makes the stages' hosts wait for each other.
         """
-        if self.sums is not None:
-            self.sums.collect(gradients)
-            return
         shared = self.table.shared()
-        if not shared:
-            return
-        made = torch.tensor([float(gradients.get(entry.name) is not None) for entry in shared])
-        if self.device.type == "cpu" or any(entry.bare for entry in shared):
-            self.all_reduce(made)
-        else:
-            made.fill_(1.0)
-        used = [entry for entry, count in zip(shared, made.tolist(), strict=True) if count]
-        sum_shared_gradients(self.table, used, gradients, self.all_reduce_over)
+        asks = self.device.type == "cpu" or any(entry.bare for entry in shared)
+        said = torch.tensor([float(stale), *(float(entry.name in made) for entry in shared if asks)])
+        if shared and (asks or self.sums is not None):
+            self.all_reduce(said)
+        is_stale, *counts = said.tolist()
+        return [
+            entry for entry, count in zip(shared, counts or [1.0] * len(shared), strict=True) if count
+        ], is_stale > 0
 
     def equalize_shared_gradients(self) -> None:
         """Give all ranks that share a parameter the first one's gradient."""
@@ -95,13 +136,22 @@ class SharedParameters(Copy):
 
     def open_sum_group(self) -> Any:
         """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
-        found = None
+        return self._open_over_copies([(row,) for row in range(self.num_ranks)])[self.row,]
+
+    def open_sum_groups(self) -> dict[tuple[int, ...], Any]:
+        """Such a group for each row, and one for each set of rows that shares a parameter."""
+        shared = {tuple(sorted(entry.rows)) for entry in self.table.shared()}
+        return self._open_over_copies([*((row,) for row in range(self.num_ranks)), *sorted(shared)])
+
+    def _open_over_copies(self, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """For each set of rows a group of their ranks in all copies; all ranks open all in one order."""
+        groups = {}
         for place in range(self.tensor_size):
-            for row in range(self.num_ranks):
-                ranks = [ranks[row] for ranks in self.copies[place :: self.tensor_size]]
+            for rows in sets:
+                ranks = [ranks[row] for ranks in self.copies[place :: self.tensor_size] for row in rows]
                 opened = dist.new_group(ranks)
-                found = opened if self.rank in ranks else found
-        return found
+                groups.update({rows: opened} if self.rank in ranks else {})
+        return groups
 
     def _equalize_shared(self) -> None:
         """Copies of a shared parameter begin equal, even where processes were not seeded."""

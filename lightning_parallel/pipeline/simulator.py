@@ -8,7 +8,7 @@ queue. Left out: contention of links, memory other than activations, the time of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -137,7 +137,9 @@ def _chain(ends: list[float], blockers: list[int | None]) -> list[int]:
     return chain[::-1]
 
 
-def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> list[float]:
+def peak_activations(
+    schedule: Schedule, weight_share: float | Sequence[float] = 1.0, kept: Sequence[float] | None = None
+) -> list[float]:
     """Most activations each row holds at a time, in activations of one full stage for one micro-batch.
 
     F stores them; B frees them, or W where the backward is split. Since a row runs in order, no times are needed. When
@@ -147,7 +149,8 @@ def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> list[floa
     Args:
         schedule: whose rows are followed.
         weight_share: M_W / M_B, the share of the activations that W still needs after I has run. At 1 nothing is freed
-            by I; a transformer block keeps ``32 / (34 + 5 a s / h)`` [1].
+            by I; a transformer block keeps ``32 / (34 + 5 a s / h)`` [1]. One number, or one a stage.
+        kept: what each stage's forward keeps, in the unit of the result, where they differ.
 
     Returns:
         One number a row, an ``int`` where it is whole.
@@ -162,13 +165,15 @@ def peak_activations(schedule: Schedule, weight_share: float = 1.0) -> list[floa
         [1] Qi et al., arXiv 2401.10241, table 1.
     """
     slices = Counter(action.microbatch for action in schedule.of("F") if action.stage == 0)
-    unit = schedule.num_ranks / schedule.num_stages
-    change = {"F": 1.0, "B": -1.0, "I": weight_share - 1.0, "W": -weight_share, "U": 0.0}
+    stages = schedule.num_stages
+    size = [schedule.num_ranks / stages] * stages if kept is None else kept
+    share = weight_share if isinstance(weight_share, Sequence) else [weight_share] * stages
+    change = [{"F": 1.0, "B": -1.0, "I": part - 1.0, "W": -part, "U": 0.0} for part in share]
     peaks = []
     for row in schedule.actions:
         live = peak = 0.0
         for action in row:
-            live += unit / slices[action.microbatch] * change[action.kind]
+            live += size[action.stage] / slices[action.microbatch] * change[action.stage][action.kind]
             peak = max(peak, live)
         rounded = round(peak, 9)
         peaks.append(int(rounded) if rounded.is_integer() else rounded)

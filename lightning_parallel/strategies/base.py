@@ -7,7 +7,7 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +18,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
-from lightning_parallel.mesh import axes_between, build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.strategies.arguments import refuse_lazy
-from lightning_parallel.strategies.collectives import MeshCollectives
+from lightning_parallel.strategies.axes import MeshAxes
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.shown_values import read_when_shown
@@ -44,7 +43,7 @@ def _reads_nothing(failed: bool) -> None:
     """What is shown is no device's."""
 
 
-class MeshStrategy(MeshCollectives):
+class MeshStrategy(MeshAxes):
     """A strategy whose ranks form a named mesh.
 
     Args:
@@ -53,8 +52,6 @@ class MeshStrategy(MeshCollectives):
         timeout: how long a collective may take before it fails.
         patience: how long to wait for ranks without a sign of life, or that all wait for each other; see `Patience`.
     """
-
-    planes: Sequence[tuple[str, ...]] = ()  # sets of axes whose ranks talk together, beside each axis
 
     def __init__(
         self,
@@ -82,51 +79,9 @@ class MeshStrategy(MeshCollectives):
         )
         self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
-        self._mesh: DeviceMesh | None = None
-        self._groups: dict[frozenset[str], Any] = {}
         self.watch: Watch | None = None
         self._restore_sigterm = Restore()
         self._read_shown: Callable[[bool], None] = _reads_nothing
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning shall give loaders a `DistributedSampler`: only where ranks see different rows."""
-        return self._mesh is not None and self.axis_size("data") > 1
-
-    def axes(self) -> Mapping[str, int]:
-        """Names and sizes of the mesh's axes, outermost first; their product is the number of processes."""
-        raise NotImplementedError
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh; it exists once the processes are connected."""
-        if self._mesh is None:
-            raise RuntimeError("The mesh exists from the start of fit, validate, test or predict on, not before.")
-        return self._mesh
-
-    def axis_size(self, axis: str) -> int:
-        """Number of ranks along an axis, 1 for an axis this mesh does not have."""
-        return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
-
-    def axis_rank(self, axis: str) -> int:
-        """This rank's place along an axis."""
-        return self.mesh[axis].get_local_rank() if axis in (self.mesh.mesh_dim_names or ()) else 0
-
-    def group(self, *axes: str) -> Any:
-        """The process group of this rank's line along an axis, or of its plane along several that `planes` names, on
-        host and device; None is the default group."""
-        return self._groups.get(frozenset(axis for axis in axes if self.axes().get(axis, 1) > 1))
-
-    def axis_of(self, group: Any) -> str:
-        """The axis along which the ranks of a process group lie, for callbacks, or several joined by an x; "host" where
-        they agree on the host alone."""
-        if id(group) in self._host_groups():
-            return "host"
-        return axes_between(self.axes(), dist.get_process_group_ranks(group))
-
-    def _host_groups(self) -> Collection[int]:
-        """Identities of the groups in which nothing of the model is said."""
-        return {id(self._sigterm_group)}
 
     # -- ranks and devices ---------------------------------------------------------------------------------------------
 
@@ -139,10 +94,6 @@ class MeshStrategy(MeshCollectives):
     def num_processes(self) -> int:
         """Processes on this host."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.axis_size("data"), "rank": self.axis_rank("data")}
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero decorators who this process is."""

@@ -7,7 +7,7 @@ copies of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,35 +47,33 @@ class PipelineGradients(PipelineSchedules):
 
         Copies add up at the end of a step that may begin anew, since one copy might and another not.
         """
-        pipeline, module = self.pipeline, self.lightning_module
+        sums, module = self.pipeline.sums, self.lightning_module
         assert module is not None
-        if pipeline.sums is not None:
-            sums = pipeline.sums.begin(schedule)
-            return sums, sums.after
-        if (
-            may_begin_anew
-            or pipeline.early is None
-            or self._accumulating
-            or is_overridden("optimizer_zero_grad", module)
-        ):
+        if sums is None:
             return None, None
-        early = pipeline.early.begin(schedule)
+        at_the_end = may_begin_anew or self._accumulating or is_overridden("optimizer_zero_grad", module)
+        early = sums.begin(schedule, over_copies=not at_the_end)
         return early, None if early is None else early.after
 
     def _deliver(self) -> None:
-        """Add what the step made to `p.grad`, summed over the stages that share a parameter."""
+        """Add what the step made to `p.grad`, summed over the ranks that share a parameter, and over copies."""
         fresh = self.pipeline.gradients.take()
-        if self.pipeline.early is not None:
-            self.pipeline.early.compare(fresh)
-        names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
-        self.pipeline.sum_shared(names)
         with torch._C.DisableTorchFunctionSubclass():
             for stand_in in self.pipeline.foreign:
                 stand_in.has_gradient = stand_in.requires_grad
+        if self.pipeline.take_means(fresh):
+            return
+        names = {entry.name: fresh.get(parameter) for entry, parameter in self.pipeline.own}
+        self.pipeline.sum_shared(names)
+        self._add(names)
+        self._join_copies()
+
+    def _add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add gradients, by first name, to `p.grad`."""
         into: list[Tensor] = []
         added: list[Tensor] = []
         for entry, parameter in self.pipeline.own:
-            gradient, before = names[entry.name], parameter.grad
+            gradient, before = gradients[entry.name], parameter.grad
             if gradient is None:
                 continue
             if before is None:
@@ -87,12 +85,11 @@ class PipelineGradients(PipelineSchedules):
                 added.append(gradient)
         if into:
             torch._foreach_add_(into, added)
-        self._join_copies()
 
     def _join_copies(self) -> None:
         """`grad` is whole on this copy of the model: average it over the copies, where the optimizer is to use it."""
         if not self._accumulating:
-            self.pipeline.data.average(self._trainable(), self.pipeline.early)
+            self.pipeline.data.average(self._trainable())
             if self.pipeline.data.size > 2:  # two summands give one sum, in whatever bucket
                 self.pipeline.equalize_shared_gradients()
 

@@ -6,7 +6,7 @@ micro-batches; ranks, rows and stages follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -15,6 +15,7 @@ from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.assembly import rows_by_rank
 from lightning_parallel.pipeline.auto import Wanted, choose_together
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
 
@@ -25,6 +26,8 @@ class PipelineSchedules(PipelineCheckpoints):
     schedule: str | Schedule
     num_microbatches: int | None
     blocks: str | Sequence[str]
+    partition: Partition
+    stages: Mapping[str, int] | None
     memory_limit: float | None
     cuda_graphs: bool
     _schedules: dict[tuple[int, bool], Schedule]
@@ -95,7 +98,9 @@ class PipelineSchedules(PipelineCheckpoints):
     def _choose_schedule(self) -> None:
         """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
         assert self.lightning_module is not None
-        wanted = Wanted(self.num_ranks, self._default_microbatches(), self.blocks, self.memory_limit)
+        wanted = Wanted(
+            self.num_ranks, self._default_microbatches(), self.blocks, self.partition, self.stages, self.memory_limit
+        )
         pair = grid(self.axes(), ("data", "tensor", "pipeline"))[0, 0, :2].tolist()
         with self.blocked("rank 0 to time the model"):
             choice = choose_together(
@@ -107,7 +112,7 @@ class PipelineSchedules(PipelineCheckpoints):
                 self.precision_plugin.train_step_context,
             )
         self.schedule = choice.schedule
-        rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and micro-batches)')
+        rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and bytes)')
 
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""

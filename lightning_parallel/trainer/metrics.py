@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError, phantoms_in
 from lightning_parallel.trainer.logged_metrics import LoggedMetrics, OfOneMicrobatch
+from lightning_parallel.trainer.metric_refusals import metrics_of, refuse_metrics
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of
 from lightning_parallel.trainer.told_values import ToldValues
 from lightning_parallel.trainer.watched_metric import WatchedMetric
@@ -60,9 +60,9 @@ class StepMetrics:
         self._busy = self._warned = False
         self._undo: dict[WatchedMetric, dict[str, Any]] | None = None
         self._told = ToldValues(pipeline)
-        self._watched = {id(metric): self._watch(name, metric) for name, metric in _metrics(module)}
+        self._watched = {id(metric): self._watch(name, metric) for name, metric in metrics_of(module)}
         self.logged = LoggedMetrics(module, self._watched)
-        self._refuse()
+        refuse_metrics(module, self._watched.values(), pipeline)
         for watched in self._watched.values():
             watched.put_on(pipeline.data.size > 1, pipeline.data.group)
         collections = [m for m in module.modules() if isinstance(m, MetricCollection)]
@@ -225,29 +225,6 @@ class StepMetrics:
         _move(metric, self.pipeline.device)
         above = (self.module.get_submodule(name[:i]) for i, letter in enumerate(name) if letter == ".")
         return WatchedMetric(metric, name, any(isinstance(module, Metric) for module in above), self)
-
-    def _refuse(self) -> None:
-        for name, module in self.module.named_modules():
-            if isinstance(module, (Running, MetricTracker)):
-                why = "counts updates" if isinstance(module, Running) else "makes new metrics as the run goes"
-                raise TypeError(
-                    f"`{name}` is a {type(module).__name__}, which {why}: a pipeline, which runs a step once a"
-                    " micro-batch, cannot fill it as one process does. Use a plain metric that is reset every epoch."
-                )
-        last = self.pipeline.num_stages - 1
-        units = [unit for unit in self.pipeline.cut.layout.units if unit.stage != last]
-        for watched in self._watched.values():
-            for unit in units:
-                if f"{watched.name}.".startswith(f"{unit.name}."):
-                    raise ValueError(
-                        f"Metric `{watched.name}` lies on stage {unit.stage}, in module `{unit.name}`, but metrics are"
-                        f" filled where the loss is, on stage {last}. Make it an attribute of the LightningModule and"
-                        " update it in the step."
-                    )
-
-
-def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
-    return [(name, metric) for name, metric in module.named_modules() if isinstance(metric, Metric)]
 
 
 def _is_one_number(value: Any, weight: Any = None) -> bool:

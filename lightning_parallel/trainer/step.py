@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,16 +16,17 @@ from torch import Tensor
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.loss_check import check_loss
-from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.work import StepWork
+from lightning_parallel.trainer.batch_numbers import batch_index, batch_number
 from lightning_parallel.trainer.carried_state import CarriedState
 from lightning_parallel.trainer.directions import Share, ended_on, filling_seen
 from lightning_parallel.trainer.log_check import CheckedLog
 from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
+from lightning_parallel.trainer.microbatch_losses import loss_of, number_on, weigh
 from lightning_parallel.trainer.step_log import LogCall, StepLog
 
 if TYPE_CHECKING:
-    from lightning_parallel.strategies.pipeline import PipelineStrategy
+    from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 
 _CONTEXTS = {"training": "train", "validation": "val", "test": "test", "predict": "predict"}
 
@@ -43,16 +42,14 @@ class TrainerStep:
         sizes: rows of each micro-batch.
     """
 
-    def __init__(
-        self, strategy: PipelineStrategy, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]
-    ) -> None:
+    def __init__(self, strategy: PipelineSteps, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
         self.at_loss, self.ends = strategy.at_loss, strategy.pipeline.ends_steps
-        self.index = self._batch_index()
+        self.index = batch_index(self.module, self.training)
         self.parts = microbatch.split(batch, sizes)
-        self.weights = self._weigh()
+        self.weights = weigh(self.parts, sizes, strategy.loss_weight)
         self.schedule = strategy.schedule_for(len(sizes), self.training)
         self.metrics = strategy.metrics
         self.log = StepLog(self.module, self.ends, self.metrics, self.training)
@@ -75,7 +72,7 @@ class TrainerStep:
             schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
             signatures=pipeline.signatures(self.kind, self.parts),
-            batch=self._batch_number(),
+            batch=batch_number(self.module, self.kind, self.args, self.index),
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
             after_forwards=self._after_forwards(),
@@ -230,7 +227,7 @@ class TrainerStep:
         if isinstance(value, Tensor):
             return value
         dtype = cast(torch.dtype, self.module.dtype)
-        return _number_on(value, self.strategy.root_device, torch.promote_types(torch.float32, dtype))
+        return number_on(value, self.strategy.root_device, torch.promote_types(torch.float32, dtype))
 
     def _precision(self) -> AbstractContextManager[None]:
         """The precision plugin's context for a step of this kind."""
@@ -247,53 +244,3 @@ class TrainerStep:
         for seat in pipeline.engine.loss_seats:
             seat.received.clear()
         self.received = {}
-
-    def _weigh(self) -> list[Any]:
-        """Weight of each micro-batch, summing to 1."""
-        weigh = self.strategy.loss_weight
-        weights = list(self.sizes) if weigh is None else [weigh(part) for part in self.parts]
-        known = [weight for weight in weights if not isinstance(weight, Tensor)]  # a tensor may lie on a device
-        if not all(isinstance(weight, Real) and weight >= 0 for weight in known) or (known and not sum(weights)):
-            raise ValueError(
-                f"loss_weight gave {weights} for the micro-batches of a batch. Return a number for each, 0 or more, and"
-                " above 0 for one of them."
-            )
-        total = sum(weights)
-        return [weight / total for weight in weights]
-
-    def _batch_number(self) -> int:
-        """A number for the random streams that no other step of this run has."""
-        trained = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-        if self.training:
-            return 2 * trained
-        loader = next((arg for arg in self.args[1:2] if isinstance(arg, int)), 0)
-        return 2 * mix(list(_CONTEXTS).index(self.kind), trained, self.index, loader) + 1
-
-    def _batch_index(self) -> int:
-        """Number of the batch within its epoch; a step that does not take `batch_idx` is not told."""
-        trainer = self.module.trainer
-        if self.training:
-            return trainer.fit_loop.epoch_loop.batch_idx
-        loop: Any = trainer._active_loop
-        return loop.batch_progress.current.ready - 1 if hasattr(loop, "batch_progress") else 0
-
-
-@lru_cache(maxsize=256)
-def _number_on(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.full((), value, device=device, dtype=dtype)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a `training_step` returned.
-
-    Raises:
-        ValueError: it is not one number.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"training_step returned {what} as its loss for a micro-batch; a pipeline needs one number. Return a scalar"
-            " loss, or a dict with one under 'loss'. Skipping a step by returning None is not supported."
-        )
-    return loss

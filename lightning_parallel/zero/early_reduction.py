@@ -69,6 +69,8 @@ class EarlyReduction:
         """Whether a parameter's hooks are called with all of its gradient."""
         return not self._comes_unseen(parameter)
 
+    may_leave_in_weights = may_be_early
+
     @torch.no_grad()
     def send(self, bucket: list[nn.Parameter]) -> Any:
         """Begin to reduce a bucket, given by those of its parameters that train."""

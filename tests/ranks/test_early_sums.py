@@ -11,20 +11,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline import buckets as buckets_module
+from lightning_parallel.pipeline.channel import nobody_waits
 from lightning_parallel.pipeline.data_axis import DataAxis
-from lightning_parallel.pipeline.early_sums import EarlySums
+from lightning_parallel.pipeline.gradient_sums import GradientSums
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.partition import lay_out
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import make
+from lightning_parallel.pipeline.shared_parameters import SharedParameters
 from lightning_parallel.pipeline.weight_grad import backward_inputs
 from tests.harness import run_ranks
 
 LAYERS = 4
 
 
-class Copy:
+class Copy(SharedParameters):
     """One copy of a model of one stage on one rank, and what has a gradient whenever a sum begins."""
 
     def __init__(self, rank: int, unseen: Callable[[nn.Parameter], bool] = lambda parameter: False) -> None:
@@ -35,8 +37,9 @@ class Copy:
         layout = lay_out(self.model, 1, "auto", "count", None, None)
         self.gradients = FreshGradients(self.parameters)
         self.data = DataAxis([0, 1])
-        table = ParameterTable(self.model, layout, [[0]], 0)
-        self.early = EarlySums(table, self.gradients, dist.new_group([0, 1]), unseen)
+        self.table = ParameterTable(self.model, layout, [[0]], 0)
+        self.own, self.device, self.waiting = list(self.table.own()), torch.device("cpu"), nobody_waits
+        self.sums = GradientSums(self.table, self.gradients, {}, {(0,): dist.new_group([0, 1])}, unseen)
         self.x = torch.randn(3, 2, generator=torch.Generator().manual_seed(rank))
         self.without: list[list[str]] = []
 
@@ -59,7 +62,7 @@ class Copy:
         """What a Trainer step does: backwards with gradients aside, then they are delivered and averaged."""
         actions = schedule.actions[0]
         with self.gradients.aside(keep), self.sends_noted():
-            early = self.early.begin(schedule)
+            early = self.sums.begin(schedule, over_copies=True)
             for number, action in enumerate(actions):
                 if action.kind == "F":
                     loss = loss_of()
@@ -78,11 +81,12 @@ class Copy:
 
     def deliver(self) -> None:
         fresh = self.gradients.take()
-        self.early.compare(fresh)
+        if self.take_means(fresh):
+            return
         for parameter, gradient in fresh.items():
             before = parameter.grad
             parameter.grad = gradient if before is None or gradient is None else before.add_(gradient)
-        self.data.average(self.parameters, self.early)
+        self.data.average(self.parameters)
 
     def loss(self) -> torch.Tensor:
         return self.model(self.x).square().mean()
@@ -178,7 +182,7 @@ def test_what_was_changed_on_one_copy_before_the_end_counts():
         expected = copy.mean_of_copies(Copy.loss)
         copy.loss().backward()
         with copy.gradients.aside(keep=True):
-            early = copy.early.begin(make("1f1b", 1, 1))
+            early = copy.sums.begin(make("1f1b", 1, 1), over_copies=True)
             assert early is not None
             copy.loss().backward()
             early.after(1)
@@ -210,10 +214,10 @@ def test_a_sparse_gradient_is_refused():
         copy = Copy(rank)
         weight = copy.parameters[-1]
         with copy.gradients.aside(keep=False):
-            early = copy.early.begin(make("1f1b", 1, 1))
+            early = copy.sums.begin(make("1f1b", 1, 1), over_copies=True)
             assert early is not None
             weight.grad = torch.zeros(2).to_sparse()
-            with pytest.raises(ValueError, match=r"A gradient is sparse, .* Use sparse=False"):
+            with pytest.raises(ValueError, match=r"The gradient of `3.bias` is sparse, .* Use sparse=False"):
                 early.after(1)
 
     run_ranks(run, 2)

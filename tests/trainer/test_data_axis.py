@@ -45,7 +45,7 @@ class Sent(Callback):
         self.counts: list[int] = []
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        self.counts.append(trainer.strategy.pipeline.early.num_sent)
+        self.counts.append(trainer.strategy.pipeline.sums.num_sent)
 
 
 def sent(trainer: Trainer, module: LightningModule) -> list[int]:
@@ -147,15 +147,16 @@ def case(make: Any, strategy: Any, epochs: int = 1, **trainer: Any) -> Case:
 
 
 # The buckets that leave before a step ends, on ranks 0 and 1 of a copy, step by step: none in the first, which might
-# begin anew if it called the model several times; where it does, it begins anew with them.
+# begin anew if it called the model several times; where it does, it begins anew with them. A weight that two stages
+# share is a bucket of its own.
 CASES = {
     "plain": (case(Averaged, {}, 2), ([0] + [2] * 11, [0] + [2] * 11)),
     "accumulated": (case(Averaged, {}, 2, accumulate_grad_batches=2), ([0, 2] * 6, [0, 2] * 6)),
     "clipped": (case(Averaged, {}, 2, gradient_clip_val=0.05), ([0] + [2] * 11, [0] + [2] * 11)),
     "called twice": (case(Twice, {}), ([2] * 6, [2] * 6)),
     "gpipe": (case(Averaged, {"schedule": "gpipe", "num_microbatches": 2}), ([0] + [2] * 5, [0] + [2] * 5)),
-    "zb_h1": (case(Uneven, {"schedule": "zb_h1"}, accumulate_grad_batches=4), ([0, 0, 0, 2, 0, 2], [0, 0, 0, 2, 0, 2])),
-    "zb_v": (case(Uneven, {"schedule": "zb_v"}), ([0] + [2] * 5, [0] + [2] * 5)),
+    "zb_h1": (case(Uneven, {"schedule": "zb_h1"}, accumulate_grad_batches=4), ([0, 0, 0, 3, 0, 3], [0, 0, 0, 3, 0, 3])),
+    "zb_v": (case(Uneven, {"schedule": "zb_v"}), ([0] + [2] * 5, [0] + [3] * 5)),
     "interleaved_1f1b": (case(Averaged, {"schedule": "interleaved_1f1b"}), ([0] + [2] * 5, [0] + [2] * 5)),
 }
 
@@ -209,6 +210,31 @@ class Tied(Averaged):
     def __init__(self) -> None:
         super().__init__(chain(8))
         self.net[12].weight = self.net[0].weight
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "unfinished"),
+    [
+        (Tied, {"schedule": "1f1b", "num_microbatches": 1}, [[2, 0, -1], [4, 1, 0, -1]]),
+        (Averaged, {"schedule": "chimera", "num_microbatches": 2}, [[12, 8, 4, 0, -1]] * 2),
+    ],
+)
+def test_what_several_ranks_of_a_copy_hold_leaves_as_soon_as_it_is_made(make: Any, strategy: Any, unfinished: Any):
+    """A tied weight behind all that its stages have alone, the first stage's when its own weight is still to come. Of
+    both stages of two directions two layers each, while their last backward is to make the other two."""
+    once = case(make, strategy, limit_train_batches=2, callbacks=lambda: [Unfinished()])
+    records = on_copies(once.but(validate=False), 2, 2)
+    assert [list(dict.fromkeys(record.extra)) for record in records] == unfinished * 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_tied_weight_over_two_copies_is_one_processs(accumulate: int):
+    """Its sum is over both stages and both copies at once; what accumulated counts once."""
+    run = case(Tied, {}, 2, accumulate_grad_batches=accumulate, gradient_clip_val=0.05)
+    records = on_copies(run, 2, 2)
+    assert_all_rows(run, one_process(run.but(loader=lambda: loader(8))), records)
+    held = [record.own["net.0.weight"] for record in records]
+    assert len(held) == 4 and all(torch.equal(weight, held[0]) for weight in held)
 
 
 def test_a_weight_that_two_stages_share_stays_one_over_three_copies():

@@ -1,0 +1,191 @@
+"""The thread of a rank's watch: it beats, judges and ends.
+
+The one idea: whatever the main thread is blocked in, this thread says that the rank lives and what it waits for, learns
+of failures (its own rank's from an outbox), and frees or ends a main thread that does not end by itself.
+"""
+
+import os
+import socket
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.failure.aborts import Connections
+from lightning_parallel.failure.ending import Ending
+from lightning_parallel.failure.party import Party, Status, lost
+from lightning_parallel.failure.patience import Patience
+from lightning_parallel.failure.processes import this_process
+from lightning_parallel.failure.pulse import Pulse
+from lightning_parallel.failure.roll import Hub, Spoke
+
+_HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
+SAID_S = 1.5  # how long a goodbye or a report may take to arrive
+_BUSY_S = 0.05
+_live: "weakref.WeakSet[WatchThread]" = weakref.WeakSet()
+
+
+class WatchThread:
+    """What a watch's thread does, and what it shares with the main thread; see `Watch`.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        store: any store that all ranks share; used once, to agree on rank 0's address.
+        host: the name under which the other ranks reach rank 0's host.
+        stage: pipeline stage of this rank, for messages.
+        patience: how long to wait for what.
+        exit: ends the process, once it did not end by itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None = None,
+        *,
+        host: str = "127.0.0.1",
+        stage: int | None = None,
+        patience: Patience | None = None,
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.rank, self.world_size, self._stage = rank, world_size, stage
+        self.waiting: str | None = None
+        self.progress = 0
+        self.patience = patience or Patience()
+        self.lost_hint: Callable[[int], str | None] = lambda rank: None
+        self.failure: Failure | None = None
+        self._process = this_process()
+        self._own_error: BaseException | None = None
+        self._failed_at = self._leaving_since = self._next_beat = 0.0
+        self._pulse = Pulse(self.patience.blocked_s / 2)
+        self._ending = Ending(self.patience, exit)
+        self._connections = Connections()
+        self._ending.add(self._connections.shut)
+        self._lock, self._known = threading.Lock(), threading.Event()
+        self._outbox: list[bytes] = []
+        self._parting, self._parted = False, threading.Event()
+        self._stopping, self._stopped = False, threading.Event()
+        self._party: Party | None = None
+        if world_size > 1:
+            assert store is not None
+            self._party = self._open(store, host)
+            self._wake, self._woken = socket.socketpair()
+            self._wake.setblocking(False)
+            self._woken.setblocking(False)
+            threading.Thread(target=self._run, name="lightning-parallel-watch", daemon=True).start()
+        _live.add(self)
+
+    def _open(self, store: dist.Store, host: str) -> Party:
+        key = f"watch/{store.add(f'watch/count/{self.rank}', 1)}"
+        own = Status(self.rank, self._stage, self._process)
+        if self.rank == 0:
+            return Hub(own, self.patience, self.world_size).open(host, store, key)
+        return Spoke(own, self.patience, self.world_size).open(store, key)
+
+    def _run(self) -> None:
+        assert self._party is not None
+        try:
+            while not self._turn(self._party):
+                pass
+        except Exception:
+            if not self._stopping:
+                traceback.print_exc()
+        finally:
+            self._parted.set()
+            self._stopped.set()
+            self._close()
+
+    def _turn(self, party: Party) -> bool:
+        """One turn of the thread's loop; whether it was the last."""
+        now = time.monotonic()
+        self._beat(party, now)
+        while self._outbox:
+            party.report(self._outbox.pop(0))
+        if party.failure is None:
+            self._judge(party, now)
+        if party.failure is not None:
+            self._take(party.failure)
+        if self._parting and party.part():
+            self._parted.set()
+        if self._stopping:
+            return self._leave(party, now)
+        if self.failure is not None and self._ending.is_due(now - self._failed_at):
+            self._ending.end(self.rank, "".join(traceback.format_exception(self._raisable(self.failure))))
+            self._stopping = True
+        busy = self.failure is not None or party.gone() is not None
+        party.poll(_BUSY_S if busy else max(0.0, self._next_beat - now), self._woken)
+        return False
+
+    def _beat(self, party: Party, now: float) -> None:
+        waiting = self.waiting
+        still = self._pulse.still(self.progress, waiting, now)
+        if now >= self._next_beat:
+            self._next_beat = now + self.patience.beat_s  # first, since setting `stage` takes it back
+            waits_for = None if waiting is None else str(waiting)
+            party.beat(Status(self.rank, self._stage, self._process, waits_for, still))
+
+    def _judge(self, party: Party, now: float) -> None:
+        failure, gone = party.judge(now), party.gone()
+        if gone is not None and gone.gone_since is not None:
+            hint = self.lost_hint(gone.status.rank)
+            if hint is not None or now - gone.gone_since > _HINT_S:
+                why = f"its process ended ({hint or 'killed, or out of memory'})"
+                failure = lost(gone.status.rank, gone.status.stage, why)
+        if failure is not None:
+            party.learn(failure, failure.to_bytes())
+
+    def _leave(self, party: Party, now: float) -> bool:
+        """Say goodbye once; rank 0 then stays for those that have not, until its process ends."""
+        if not party.finished:
+            party.leave()
+            self._leaving_since = now
+        if party.settled() or now - self._leaving_since > SAID_S:
+            self._stopped.set()
+        party.poll(self.patience.beat_s if self._stopped.is_set() else _BUSY_S, self._woken)
+        return self._stopped.is_set() and party.alone()
+
+    def _take(self, failure: Failure) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure, self._failed_at = failure, time.monotonic()
+                self._known.set()
+                self._parted.set()
+
+    def _raisable(self, failure: Failure) -> StageError:
+        if self._own_error is not None and failure.rank == self.rank and failure.error is not None:
+            failure = replace(failure, error=self._own_error, traceback_text="")
+        others = () if failure.rank is None else [rank for rank in range(self.world_size) if rank != failure.rank]
+        return failure.to_error(others)
+
+    def _nudge(self) -> None:
+        if self._party is not None:
+            with suppress(OSError):
+                self._wake.send(b"x")
+
+    def _abandon(self) -> None:
+        """In a forked process (a loader's worker), whose copy of a connection would hide the end of this rank."""
+        self._stopping = True
+        self._stopped.set()
+        self._connections.forget()
+        self._close()
+
+    def _close(self) -> None:
+        if self._party is not None:
+            self._party.close()
+            self._wake.close()
+            self._woken.close()
+
+
+def _forget_in_child() -> None:
+    for watch in list(_live):
+        watch._abandon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

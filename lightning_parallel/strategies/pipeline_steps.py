@@ -1,0 +1,168 @@
+"""A Trainer's steps on a pipeline: `training_step`, `backward`, and the evaluations'.
+
+The one idea: whatever Lightning calls, a batch is cut into micro-batches and goes through the schedule once; what is
+compared between ranks now and then is compared around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
+from lightning_parallel.pipeline.replica_check import buffers_unchanged
+from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.stats import PipelineStats
+from lightning_parallel.pipeline.work import Marks
+from lightning_parallel.strategies.pipeline_arguments import LossWeight
+from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
+from lightning_parallel.trainer.directions import Directions
+from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
+from lightning_parallel.trainer.loss_scale import LossScale
+from lightning_parallel.trainer.metrics import StepMetrics
+from lightning_parallel.trainer.repeats import Repeats
+from lightning_parallel.trainer.step import TrainerStep
+
+
+class PipelineSteps(PipelineGradients):
+    """The part of a pipeline strategy that runs steps; the arguments are `PipelineStrategy`'s."""
+
+    loss_weight: LossWeight | None
+    check_loss: bool
+    directions: Directions
+    repeats: Repeats
+    spreader: LogSpreader
+    stats: PipelineStats | None
+    _batch_norm: DeferredBatchNorm
+    _loss_checked: bool
+    _loss_scale: LossScale | None
+    _metrics: StepMetrics | None
+
+    @property
+    def metrics(self) -> StepMetrics:
+        assert self._metrics is not None, "the metrics are watched after setup"
+        return self._metrics
+
+    @property
+    def loss_scale(self) -> LossScale:
+        assert self._loss_scale is not None, "there is one after setup"
+        return self._loss_scale
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        return self.repeats.run("training", lambda: self._train(batch, args))
+
+    def _train(self, batch: Any, args: tuple[Any, ...]) -> Any:
+        sizes = self._sizes(batch)
+        keep = not self._will_be_zeroed()
+        with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
+            output = self._run("training", batch, args, sizes)
+        self._loss_checked = True
+        return output
+
+    def _replicas_compared(self) -> AbstractContextManager[None]:
+        """At batches 0, 1, 2, 4, 8, ...: are replicas still equal, and does a step leave buffers to its end?"""
+        module, pipeline = self.lightning_module, self.pipeline
+        assert module is not None
+        index = module.trainer.fit_loop.epoch_loop.batch_idx
+        if pipeline.num_replicas == 1 or index & (index - 1):
+            return nullcontext()
+        pipeline.compare_replicas(f"before training batch {index} of epoch {module.trainer.current_epoch}")
+        return buffers_unchanged(module)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._deliver()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        return self._evaluate("validation", batch, args)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        return self._evaluate("test", batch, args)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        return self._evaluate("predict", batch, args)
+
+    def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        return self.repeats.run(kind, lambda: self._run(kind, batch, args, self._sizes(batch)))
+
+    def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
+        step = TrainerStep(self, kind, batch, args, sizes)
+        if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
+            self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
+        if step.index == 0:
+            self._pause()
+        if step.index == 0 and kind != "training":
+            self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
+            self.pipeline.check_same("logged", self._logged())
+        try:
+            return step.run()
+        except StepIsVoid:
+            self._drop_what_was_measured(kind)
+            raise
+
+    def _drop_what_was_measured(self, kind: str) -> None:
+        """A step is void, and will begin anew."""
+        if kind == "training" and self.stats is not None:
+            self.stats.cancel()
+        if kind == "training" and self.pipeline.sums is not None:
+            self.pipeline.sums.cancel()
+
+    def _logged(self) -> dict[str, float]:
+        assert self.lightning_module is not None
+        return {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
+
+    def _check_last_logged(self) -> None:
+        """Compare what was logged where no step follows that would; rank 0 tells, and does not wait."""
+        if self.num_ranks > 1 and self.at_loss:
+            self.pipeline.tell(self._logged())
+            self.pipeline.settle()
+        elif self.num_ranks > 1:
+            self.pipeline.check_heard("logged", self._logged(), self.metrics.hear())
+
+    def on_train_end(self) -> None:
+        self._check_last_logged()
+        self._pause()
+        if self.pipeline.num_replicas > 1:
+            self.pipeline.compare_replicas("at the end of training")
+
+    on_validation_end = on_test_end = _check_last_logged
+
+    def _sizes(self, batch: Any) -> list[int]:
+        return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
+
+    def wants_loss_check(self, step: TrainerStep) -> bool:
+        """Whether this step's loss and logged numbers are compared with those of the whole batch: the first training
+        step's."""
+        return self.check_loss and step.training and not self._loss_checked and len(step.sizes) > 1
+
+    def marks(self, schedule: Schedule, training: bool) -> Marks:
+        """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""
+        assert self.stats is not None
+        return self.stats.begin(schedule) if training else Marks(schedule)
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """The precision's context; outside steps it is entered by the model's summary, which wants shapes alone."""
+        outside = self._metrics is None or not self.metrics.in_step
+        with type(self.precision_plugin).forward_context(self.precision_plugin):
+            if not outside:
+                yield
+                return
+            try:
+                with shapes_only():
+                    yield
+            except PhantomError as error:
+                raise PhantomError(
+                    "The model's summary runs example_input_array through the model, of which a rank holds one stage,"
+                    f" on shapes alone, and the model reads data on its way: {error} Leave example_input_array out, or"
+                    " use Trainer(enable_model_summary=False)."
+                ) from error
