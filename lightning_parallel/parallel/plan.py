@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -17,7 +16,6 @@ from torch import nn
 from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
 from lightning_parallel.parallel.heads import head_features
-from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Plan = Literal["auto"] | Mapping[str, str]
@@ -162,35 +160,6 @@ def _check_sizes(model: nn.Module, name: str, module: Any, style: Style, size: i
             f"`{name}` has {features} features to cut, which {size} ranks of the tensor axis do not divide. Choose"
             " another tensor_parallel_size, or leave the module out of tensor_plan."
         )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one parameter of a module is cut."""
-
-    leaf: str
-    shares: Shares
-
-
-def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
-    """How the parameters of a module in that style are cut; those that are not named stay whole."""
-    out_dim = 1 if is_conv1d(module) else 0
-    if style.kind in ("colwise", "keys", "head"):
-        weight = _shares(module.weight.shape, out_dim, style.segments, size)
-        bias = [] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style.segments, size))]
-        return [Cut("weight", weight), *bias]
-    if style.kind == "rowwise":
-        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
-    if style.kind in ("vocab", "features"):
-        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), 1, size))]
-    if style.kind == "heads":
-        names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
-        return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]
-    return []
-
-
-def _shares(shape: Sequence[int], dim: int, segments: int, size: int) -> Shares:
-    return Shares(tuple(shape), dim, (shape[dim] // segments,) * segments, size)
 
 
 def owners(styles: Mapping[str, Style]) -> list[str]:

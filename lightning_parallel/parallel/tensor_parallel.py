@@ -17,11 +17,11 @@ from torch.distributed.tensor import Placement, Replicate
 from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
+from lightning_parallel.parallel.cuts import find_shares
 from lightning_parallel.parallel.heads import groups_of, shared_heads
-from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
+from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
-from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.buckets import buckets, views
@@ -62,7 +62,7 @@ class TensorParallel(Uncut):
         if sequence_parallel:
             self.styles, self.blocks = add_sequence_styles(model, self.styles)
         refuse_outside(self.styles, self.blocks)
-        self.shares = self._find_shares()
+        self.shares = find_shares(model, self.styles, axis.size)
         self._heads = self._find_heads()
         self._region = Region(axis, device)
         self.summed: dict[nn.Parameter, None] = {}
@@ -70,15 +70,15 @@ class TensorParallel(Uncut):
         self._hooks: list[Any] = []
 
     def cut(self) -> None:
-        """Make this rank's part of every parameter its data, and the modules compute with it."""
+        """Make this rank's part of every parameter its data, where it is not yet, and the modules compute with it."""
         for number, (name, style) in enumerate(self.styles.items()):
             module: Any = self.model.get_submodule(name)
             part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
             if style.kind == "head":
-                part.features, part.apart = features_of(module)[1], self._loss_parallel
+                part.features, part.apart = self._features(name), self._loss_parallel
                 part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
             elif style.kind == "keys":
-                part.features = features_of(module)[1] * style.copies // self.axis.size
+                part.features = self._features(name) * style.copies // self.axis.size
                 part.begin = self.axis.rank // style.copies * part.features
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
@@ -154,19 +154,6 @@ class TensorParallel(Uncut):
             hook.remove()
         self._changed, self._hooks = [], []
 
-    def _find_shares(self) -> dict[str, Shares]:
-        cut: dict[int, tuple[str, Shares]] = {}
-        for name, style in self.styles.items():
-            module = self.model.get_submodule(name)
-            for one in cuts_of(module, style, self.axis.size):
-                parameter, full = module._parameters[one.leaf], f"{name}.{one.leaf}"
-                other, shares = cut.setdefault(id(parameter), (full, one.shares))
-                if shares != one.shares:
-                    raise ValueError(f"tensor_plan cuts `{other}` and `{full}`, which are one parameter, in two ways.")
-        self._refuse_ties(cut)
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name: cut[id(parameter)][1] for name, parameter in named if id(parameter) in cut}
-
     def _find_heads(self) -> dict[str, dict[str, int]]:
         """The modules that hold column-wise ones, and this rank's counts of heads in them."""
         found: dict[str, dict[str, int]] = {}
@@ -180,18 +167,10 @@ class TensorParallel(Uncut):
                     found[name] |= groups_of(module, style.copies)
         return found
 
-    def _refuse_ties(self, cut: dict[int, tuple[str, Shares]]) -> None:
-        """A parameter that is cut in one module cannot be whole in another."""
-        for name, module in self.model.named_modules():
-            style = self.styles.get(name)
-            own = {one.leaf for one in cuts_of(module, style, self.axis.size)} if style else set()
-            for leaf, parameter in module._parameters.items():
-                # A parameter that another module registers as a bare one beside (BERT's head bias) is only named there.
-                if id(parameter) in cut and leaf not in own and "forward" in vars(type(module)) and _is_leaf(module):
-                    raise ValueError(
-                        f"tensor_plan cuts `{cut[id(parameter)][0]}`, which `{name}` has too. Cut both (an embedding"
-                        ' and its head: "vocab"), or none.'
-                    )
+    def _features(self, name: str) -> int:
+        """Output features of a whole linear module, whose weight may have been cut already."""
+        shares = self.shares[f"{name}.weight"]
+        return shares.shape[shares.dim]
 
     def _cut_embedding(self, name: str, module: Any, part: Part) -> None:
         begin, end = self.shares[f"{name}.weight"].span(self.axis.rank)
@@ -252,7 +231,8 @@ class TensorParallel(Uncut):
             if own_class(module) in kinds or any(isinstance(p, Phantom) for p in held.values()):
                 continue
             kinds.add(own_class(module))
-            shapes = {n: tuple(p.shape) for n, p in held.items()}
+            cut = {n: self.shares.get(f"{name}.{n}") for n in held}
+            shapes = {n: tuple(p.shape) if (of := cut[n]) is None else of.shape for n, p in held.items()}
             were = {n: (own_class(m), changed.get(id(m), {})) for n, m in module.named_modules()}
             checks[name] = Check(name, self.axis.size, self.part, shapes, were)
         return checks
@@ -261,7 +241,3 @@ class TensorParallel(Uncut):
         if attributes:
             self._changed.append((module, {name: getattr(module, name) for name in attributes}))
         module.__dict__.update(attributes)
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None

@@ -124,20 +124,21 @@ class Pipeline(SharedParameters):
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(self.device)
+        self._cut_early: set[nn.Parameter] = set()
         divided = self._make_in_parts(seed)
-        self.table.materialize(self.device, seed)
-        load_noted(self.model)
+        self.table.materialize(self.device, seed, made=self._cut_made)
+        load_noted(self.model, self._over_tensor.part)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
         self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]
+        self._cut_over_tensor(divided | self._cut_early)
         self.to_device(self.device)
         self._groups = self._open_groups()
         self._equalize_shared()
-        values = [p.data for _, p in self.own if p not in divided] + self.own_buffers()
-        self.data.equalize(values)
+        self.tensor.equalize(self.own_buffers())
+        self.data.equalize([p.data for _, p in self.own if p not in divided] + self.own_buffers())
         if divided and self._divide is not None:
             self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
-        self.tensor.equalize(values)
         self._over_tensor.cut()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
@@ -148,17 +149,34 @@ class Pipeline(SharedParameters):
         still to come.
         """
         divided: set[nn.Parameter] = set()
-        if self._divide is None or self.data.size == 1 or self.tensor_size > 1 or self.num_replicas > 1:
+        if self._divide is None or self.data.size == 1 or self.num_replicas > 1:
             return divided
         blocks = [] if has_noted(self.model) else self.table.parts()
         if blocks:
-            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks))
+            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks), self._cut_made)
         for block in blocks:
-            self.table.materialize(self.device, seed, partial(_within, modules=[block]))
+            self.table.materialize(self.device, seed, partial(_within, modules=[block]), self._cut_made)
             made = [p for p in self.model.get_submodule(block).parameters() if not p.is_meta]
             self._divide(self, made)
             divided.update(made)
         return divided
+
+    def _cut_made(self, name: str, parameter: nn.Parameter) -> None:
+        """A parameter was made, equal on all ranks of the tensor axis: leave this rank's part, before more is made."""
+        whole, parameter.data = parameter.data, self._over_tensor.part(name, parameter.data)
+        if parameter.data.shape != whole.shape:
+            self._cut_early.add(parameter)
+
+    def _cut_over_tensor(self, cut: set[nn.Parameter]) -> None:
+        """On the device one parameter after the other: make it equal on all ranks of the tensor axis and leave this
+        rank's part, but for those that were cut when they were made."""
+        if self.tensor_size == 1:
+            return
+        for entry, parameter in self.own:
+            if parameter not in cut:
+                parameter.data = parameter.data.to(self.device)
+                self.tensor.equalize([parameter.data])
+                parameter.data = self._over_tensor.part(entry.name, parameter.data)
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
