@@ -24,6 +24,7 @@ from lightning_parallel.pipeline.early_sums import Round, last_action
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
+from lightning_parallel.trainer.summaries import count_whole
 from lightning_parallel.zero.activation_checkpoints import ShardedInputs
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -130,6 +131,11 @@ class HybridStrategy(DividedPipeline):
     def setup_environment(self) -> None:
         super().setup_environment()
         rank_zero_info(table(self.axes()))
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.axis_size("tensor") > 1:
+            count_whole(trainer)
 
     def _default_microbatches(self) -> int:
         if self.num_ranks == 1 and self.num_microbatches is None and isinstance(self.schedule, str):
