@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lightning_parallel.parallel.logits import VocabLogits
 from lightning_parallel.parallel.operators import gather_rows, scatter_sums, sum_over_ranks
+from lightning_parallel.parallel.overlap import overlaps
 from lightning_parallel.parallel.region import Region
 
 SEQUENCE_DIM = 1  # of hidden states [rows, positions, features]
@@ -81,11 +82,12 @@ class Colwise:
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
         if part.sliced:  # a norm has gathered it, and sums its gradients
-            part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
-        else:
-            x = part.region.enter(x, part.number, self.training)  # type: ignore[attr-defined]
-        return super().forward(x)  # type: ignore[misc]
+            return super().forward(x)  # type: ignore[misc]
+        if part.region.overlap and overlaps(self):
+            return part.region.product(self, x)
+        return super().forward(part.region.copied(x))  # type: ignore[misc]
 
 
 class Keys(Colwise):

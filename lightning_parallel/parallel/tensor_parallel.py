@@ -37,6 +37,8 @@ class TensorParallel(Uncut):
         device: where this rank computes.
         plan: "auto", or {pattern of module names: style}; see `plan.resolve`.
         loss_parallel: whether logits stay apart for a vocabulary-parallel cross entropy; see `VocabLogits`.
+        overlap: whether column-wise modules make weights' gradients while inputs' are summed; not where backwards are
+            split. See `overlap`.
         sequence_parallel: whether what lies between products works on slices of the sequence; see `sequence`.
 
     Attributes:
@@ -56,6 +58,7 @@ class TensorParallel(Uncut):
         plan: Plan = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        overlap: bool = True,
     ) -> None:
         self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
@@ -64,7 +67,7 @@ class TensorParallel(Uncut):
         refuse_outside(self.styles, self.blocks)
         self.shares = find_shares(model, self.styles, axis.size)
         self._heads = self._find_heads()
-        self._region = Region(axis, device)
+        self._region = Region(axis, device, overlap)
         self.summed: dict[nn.Parameter, None] = {}
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []

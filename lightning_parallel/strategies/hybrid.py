@@ -160,6 +160,7 @@ class HybridStrategy(DividedPipeline):
                 self.tensor_plan,
                 self.sequence_parallel,
                 self.loss_parallel,
+                overlap=not any(action.kind == "I" for row in self._full_schedule().actions for action in row),
             )
         return super()._assemble()
 

@@ -1,7 +1,9 @@
 """Modules cut over a tensor axis compute what one process computes: outputs, gradients made whole, weights."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.demo.gpt import GPT
-from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.axis import Sum, TensorAxis
 from lightning_parallel.parallel.logits import VocabLogits
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from tests.harness import run_ranks
@@ -440,3 +442,50 @@ def test_logits_apart_are_gathered_for_anything_but_their_loss():
         torch.testing.assert_close(smooth[0], smooth[1], **CLOSE)
 
     run_ranks(run, 2)
+
+
+class Heard(TensorAxis):
+    """An axis that notes when sums of a backward begin and when they are waited for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.heard: list[str] = []
+
+    def begin_all_reduce(self, x: Tensor) -> Any:
+        self.heard.append("sum begins")
+        coming = super().begin_all_reduce(x)
+        return Sum(coming, self._noted)
+
+    def weight(self, name: str, gradient: Tensor) -> None:
+        self.heard.append(name)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        self.heard.append("sum is waited for")
+        yield
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_weights_gradients_are_made_while_gradients_of_inputs_are_summed(name):
+    """Of each scope the first product (all there is in a GPT's); the others' come before, see `overlap`."""
+    make, loss_of, _ = MODELS[name]
+    torch.manual_seed(1)
+    model = make()
+
+    def run(rank: int) -> list[str]:
+        axis = Heard(rank, 2)
+        tensor = TensorParallel(model, axis, torch.device("cpu"))
+        tensor.cut()
+        for column, style in tensor.styles.items():
+            if style.kind in ("colwise", "keys"):
+                leaf = column.rpartition(".")[2]
+                model.get_submodule(column).weight.register_hook(partial(axis.weight, leaf))
+        loss_of(model).backward()
+        return axis.heard
+
+    around = ["sum begins", "{}", "sum is waited for"]
+    layer = {"gpt": [["up"], ["qkv"]], "llama": [["up_proj", "gate_proj"], ["v_proj", "k_proj", "q_proj"]]}[name]
+    for heard in run_ranks(run, 2):
+        count = heard.count("sum begins")
+        expected = [word for scope in layer for word in (*scope[:-1], around[0], scope[-1], around[2])]
+        assert count and heard == expected * (count // len(layer))
