@@ -3,8 +3,6 @@
 The one idea: what is cut comes in pairs, linear modules that widen or make heads (cut by columns) and the one that
 brings the features back (by rows). Their names are convention, and shapes have to fit: the second takes in what the
 first give out. A model of `transformers` may say it itself (`base_model_tp_plan`).
-
-Left out: mixtures of experts.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.parallel.attention import can_share_heads
+from lightning_parallel.parallel.experts import inner_features
 from lightning_parallel.parallel.heads import says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
-Kind = Literal["colwise", "keys", "rowwise", "vocab", "features", "head", "heads", "sequence", "summed"]
+Kind = Literal["colwise", "keys", "rowwise", "vocab", "features", "head", "heads", "experts", "sequence", "summed"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ PAIRS = (
     Pair(("intermediate.dense",), "output.dense"),
 )
 _BIASES = "relative_attention_bias"  # of T5: an embedding of distances with one feature a head
-# transformers' words for ours; others (experts) leave a module whole.
+# transformers' words for ours; others leave a module whole.
 _THEIRS = {
     "colwise": Style("colwise"), "rowwise": Style("rowwise"), "colwise_rep": Style("head"),
     "colwise_gather_output": Style("head"), "replicated_with_grad_allreduce": Style("summed"),
@@ -87,6 +86,8 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
         prefix = f"{name}." if name else ""
         if type(module) is nn.MultiheadAttention and can_share_heads(module):
             found |= {name: Style("heads"), f"{prefix}out_proj": Style("rowwise")}
+        if inner_features(module):
+            found[name] = Style("experts")
         for pair in PAIRS:
             names = [*pair.columns, pair.row]
             if all(f"{prefix}{x}" not in found for x in names) and _fits(module, pair):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.parallel.auto import Style
+from lightning_parallel.parallel.experts import inner_features
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import is_conv1d
 
@@ -36,6 +37,10 @@ def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
         return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
     if style.kind in ("vocab", "features"):
         return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), 1, size))]
+    if style.kind == "experts":
+        inner, gates = inner_features(module), tuple(module.gate_up_proj.shape)
+        down = Cut("down_proj", _shares(module.down_proj.shape, 2, 1, size))
+        return [Cut("gate_up_proj", Shares(gates, 1, (inner, inner), size)), down]
     if style.kind == "heads":
         names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
         return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]

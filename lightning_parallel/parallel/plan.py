@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
+from lightning_parallel.parallel.experts import inner_features
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
@@ -26,9 +27,8 @@ def is_plan(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
-WORDS = (
-    '"colwise", "rowwise", "vocab", "sequence" or "summed"; "colwise:3" where a module holds 3 matrices side by side'
-)
+KINDS = ("colwise", "rowwise", "vocab", "experts", "sequence", "summed")
+WORDS = '"' + '", "'.join(KINDS) + '"; "colwise:3" where a module holds 3 matrices side by side'
 
 
 def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
@@ -75,7 +75,7 @@ def _named(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 def _style(pattern: str, word: str, module: nn.Module) -> Style:
     kind, _, number = word.partition(":")
-    if kind not in ("colwise", "rowwise", "vocab", "sequence", "summed") or (number and not number.isdigit()):
+    if kind not in KINDS or (number and not number.isdigit()):
         raise ValueError(f"tensor_plan[{pattern!r}]={word!r}: use {WORDS}.")
     if kind == "vocab" and not isinstance(module, nn.Embedding):
         kind = "head"
@@ -109,6 +109,9 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "heads":
         refuse_attention(module, name, size)  # type: ignore[arg-type]
         return
+    if style.kind == "experts":
+        _check_experts(name, module, size)
+        return
     linear = style.kind in ("colwise", "keys", "rowwise", "head")
     if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
@@ -126,6 +129,21 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     ):
         raise ValueError(f"tensor_plan cuts the embedding `{name}`, which has max_norm or sparse=True. Leave it out.")
     _check_sizes(model, name, module, style, size)
+
+
+def _check_experts(name: str, module: nn.Module, size: int) -> None:
+    inner = inner_features(module)
+    if not inner:
+        shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+        raise ValueError(
+            f'tensor_plan makes `{name}` ({type(module).__name__}) "experts", whose parameters {shapes} are not'
+            " gate_up_proj [experts, 2 inner, features] and down_proj [experts, features, inner]. Leave it out."
+        )
+    if inner % size:
+        raise ValueError(
+            f"`{name}` has experts of {inner} inner features, which {size} ranks of the tensor axis do not divide."
+            " Choose another tensor_parallel_size."
+        )
 
 
 def _forward_of(module: Any) -> Any:
@@ -167,7 +185,9 @@ def owners(styles: Mapping[str, Style]) -> list[str]:
     found: dict[str, None] = {}
     columns: list[str] = []
     for name, style in styles.items():
-        if style.kind in ("colwise", "keys", "heads"):
+        if style.kind == "experts":
+            found[name] = None
+        elif style.kind in ("colwise", "keys", "heads"):
             columns.append(name)
         elif style.kind == "rowwise" and columns:
             found[_common([*columns, name])] = None

@@ -10,6 +10,7 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
     features   Embedding  along the features as it is              this rank's features
+    experts    any        inner features     copied to the ranks   summed over the ranks
     summed     any        not                this rank's features  gradients of its parameters are summed
     sequence   norm       not                slices                gathered; gradients of its parameters are summed
 """

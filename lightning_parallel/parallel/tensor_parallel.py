@@ -18,6 +18,7 @@ from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.cuts import find_shares
+from lightning_parallel.parallel.experts import Experts, shared_width
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
@@ -94,6 +95,9 @@ class TensorParallel(Uncut):
             if style.kind == "heads":
                 self._change(module, num_heads=module.num_heads // self.axis.size)
                 become(module, Heads, part)
+            if style.kind == "experts":
+                self._change(module, **shared_width(module, self.shares[f"{name}.down_proj"].shape[2], self.axis.size))
+                become(module, Experts, part)
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)
         self._open_scopes()

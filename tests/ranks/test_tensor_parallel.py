@@ -23,6 +23,10 @@ from tests.trainer.architectures import BERT, DECODER, VIT
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 # Adam divides by the root of the second moment: a gradient that nearly vanishes is all rounding, and decides a step.
 ADAM = {"rtol": 1e-3, "atol": 2e-5}
+MIXTRAL = {
+    **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
@@ -130,6 +134,11 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 2,
     ),
+    "mixtral": (  # with the router's own loss
+        lambda: build("MixtralForCausalLM", MIXTRAL),
+        causal,
+        2 * (4 + 2) + 2,
+    ),
     "bert": (
         lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
         lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
@@ -148,7 +157,15 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
 }
 
 
-QUICK = ("gpt", "gpt2", "llama", "llama, one head of keys", "bert", "t5")  # of these the default tests have enough
+QUICK = (
+    "gpt",
+    "gpt2",
+    "llama",
+    "llama, one head of keys",
+    "bert",
+    "t5",
+    "mixtral",
+)  # of these the default tests have enough
 
 
 def steps(
@@ -305,12 +322,26 @@ def test_without_dropout_inside_what_is_drawn_is_what_one_process_draws():
         ({"norm": "summed"}, 2, r"cuts no module of GPT over 2 ranks"),
         ("auto", 3, r"`blocks.0.qkv` has 16 features to cut, which 3 ranks"),
         ("auto", 8, r"`blocks.0` has num_heads=4, which 8 ranks of the tensor axis do not divide"),
+        ({"blocks.*": "experts"}, 2, r"makes `blocks.0` \(Block\) \"experts\", whose parameters .*norm_1.weight"),
         ({"embedding": "vocab", "blocks.*.up": "colwise"}, 2, r"cuts `embedding.weight`, which `head` has too"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(plan, size, words):
     with pytest.raises(ValueError, match=words):
         TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "words"),
+    [
+        ({"intermediate_size": 33}, {}, "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"),
+        ({}, {"sequence_parallel": True}, "`model.layers.0.mlp.gate` (MixtralTopKRouter) has parameters, is cut by no"),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused(options, more, words):
+    model = build("MixtralForCausalLM", {**MIXTRAL, **options})
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
 
 
 def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
