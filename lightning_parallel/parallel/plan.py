@@ -112,6 +112,9 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "experts":
         _check_experts(name, module, size)
         return
+    if style.kind == "summed":
+        _check_norm_of_heads(model, name, module, size)
+        return
     linear = style.kind in ("colwise", "keys", "rowwise", "head")
     if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
@@ -143,6 +146,16 @@ def _check_experts(name: str, module: nn.Module, size: int) -> None:
         raise ValueError(
             f"`{name}` has experts of {inner} inner features, which {size} ranks of the tensor axis do not divide."
             " Choose another tensor_parallel_size."
+        )
+
+
+def _check_norm_of_heads(model: nn.Module, name: str, module: nn.Module, size: int) -> None:
+    per_head, weight = head_features(model, name), getattr(module, "weight", None)
+    if per_head and weight is not None and weight.shape[-1] > per_head:
+        raise ValueError(
+            f"`{name}` ({type(module).__name__}) normalises {weight.shape[-1]} features of all heads together, of which"
+            f" each of {size} ranks of the tensor axis has {weight.shape[-1] // size}. Leave its attention out: name"
+            ' what else is to be cut, tensor_plan={"model.layers.*.mlp.up_proj": "colwise", ...}.'
         )
 
 

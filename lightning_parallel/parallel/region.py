@@ -9,6 +9,7 @@ and value) is copied to the ranks once, so that its gradient is summed once.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +28,14 @@ class Region:
         axis: the ranks.
         device: whose generator is kept in step beside the host's.
         overlap: whether gradients of weights are made while those of inputs are summed, see `overlap`.
+
+    Attributes:
+        summed: gives what the latest row-wise module returned, while it is there.
     """
 
     def __init__(self, axis: TensorAxis, device: torch.device, overlap: bool = False) -> None:
         self.axis, self.overlap = axis, overlap
+        self.summed: Callable[[], Tensor | None] = lambda: None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()

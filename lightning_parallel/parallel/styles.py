@@ -12,13 +12,15 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     features   Embedding  along the features as it is              this rank's features
     experts    any        inner features     copied to the ranks   summed over the ranks
     summed     any        not                this rank's features  gradients of its parameters are summed
-    sequence   norm       not                slices                gathered; gradients of its parameters are summed
+    sequence   norm       not                slices                gathered, or slices behind a row-wise module;
+                                                                   gradients of its parameters are summed
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +116,10 @@ class Rowwise:
             y = scatter_sums(y, part.region.axis, SEQUENCE_DIM)
         else:
             y = sum_over_ranks(y, part.region.axis)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        part.region.summed = ref(y)
+        return y
 
 
 class Head(Colwise):
@@ -142,12 +147,15 @@ class VocabEmbedding:
 
 
 class SequenceNorm:
-    """A norm on a slice of the sequence, whose output every rank needs whole."""
+    """A norm on a slice of the sequence, whose output every rank needs whole, unless it comes right behind a row-wise
+    product: then what follows is the sum with the residual, in slices."""
 
     _tensor_part: Part
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        if part.region.summed() is x:
+            return super().forward(x)  # type: ignore[misc]
         part.region.leave()
         return gather_rows(super().forward(x), part.region.axis, SEQUENCE_DIM)  # type: ignore[misc]
 

@@ -134,6 +134,11 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 2,
     ),
+    "gemma2": (  # norms in front of and behind attention and perceptron
+        lambda: build("Gemma2ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 4, "vocab_size": 17}),
+        causal,
+        2 * 7 + 1,
+    ),
     "mixtral": (  # with the router's own loss
         lambda: build("MixtralForCausalLM", MIXTRAL),
         causal,
@@ -344,6 +349,12 @@ def test_experts_that_cannot_be_cut_are_refused(options, more, words):
         TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
 
 
+def test_norms_of_all_heads_together_are_refused():
+    words = "`model.layers.0.self_attn.q_norm` (Olmo2RMSNorm) normalises 16 features of all heads together, of which"
+    with pytest.raises(ValueError, match=re.escape(f"{words} each of 2 ranks of the tensor axis has 8.")):
+        TensorParallel(build("Olmo2ForCausalLM", DECODER), TensorAxis(0, 2), torch.device("cpu"))
+
+
 def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
     model = build("LlamaForCausalLM", {**DECODER, "hidden_size": 24, "num_key_value_heads": 3}, num_attention_heads=12)
     with pytest.raises(ValueError, match=r"k_proj` has 3 heads of 2 features, which 4 ranks"):
@@ -402,7 +413,11 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys"))],
+    [
+        "gpt",
+        "gemma2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys")),
+    ],
 )
 def test_slices_of_the_sequence_are_one_process(name):
     check(name, 2, sequence_parallel=True)
@@ -514,9 +529,9 @@ def test_weights_gradients_are_made_while_gradients_of_inputs_are_summed(name):
         loss_of(model).backward()
         return axis.heard
 
-    around = ["sum begins", "{}", "sum is waited for"]
+    begins, ends = "sum begins", "sum is waited for"
     layer = {"gpt": [["up"], ["qkv"]], "llama": [["up_proj", "gate_proj"], ["v_proj", "k_proj", "q_proj"]]}[name]
     for heard in run_ranks(run, 2):
         count = heard.count("sum begins")
-        expected = [word for scope in layer for word in (*scope[:-1], around[0], scope[-1], around[2])]
+        expected = [word for scope in layer for word in (*scope[:-1], begins, scope[-1], ends)]
         assert count and heard == expected * (count // len(layer))
