@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.parallel.auto import Style
-from lightning_parallel.parallel.experts import inner_features
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import is_conv1d
 
@@ -29,21 +28,22 @@ class Cut:
 def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
     """How the parameters of a module in that style are cut; those that are not named stay whole."""
     out_dim = 1 if is_conv1d(module) else 0
-    if style.kind in ("colwise", "keys", "head"):
-        weight = _shares(module.weight.shape, out_dim, style.segments, size)
-        bias = [] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style.segments, size))]
-        return [Cut("weight", weight), *bias]
+    if style.kind in ("colwise", "keys", "fused", "head"):
+        weight = _shares(module.weight.shape, out_dim, style, size)
+        return [
+            Cut("weight", weight),
+            *([] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style, size))]),
+        ]
     if style.kind == "rowwise":
-        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
+        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style, size))]
     if style.kind in ("vocab", "features"):
-        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), 1, size))]
+        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), style, size))]
     if style.kind == "experts":
-        inner, gates = inner_features(module), tuple(module.gate_up_proj.shape)
-        down = Cut("down_proj", _shares(module.down_proj.shape, 2, 1, size))
-        return [Cut("gate_up_proj", Shares(gates, 1, (inner, inner), size)), down]
+        gates = Cut("gate_up_proj", _shares(module.gate_up_proj.shape, 1, Style("experts", 2), size))
+        return [gates, Cut("down_proj", _shares(module.down_proj.shape, 2, style, size))]
     if style.kind == "heads":
         names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
-        return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]
+        return [Cut(name, _shares(getattr(module, name).shape, 0, Style("heads", 3), size)) for name in names]
     return []
 
 
@@ -86,5 +86,5 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def _shares(shape: Sequence[int], dim: int, segments: int, size: int) -> Shares:
-    return Shares(tuple(shape), dim, (shape[dim] // segments,) * segments, size)
+def _shares(shape: Sequence[int], dim: int, style: Style, size: int) -> Shares:
+    return Shares(tuple(shape), dim, style.lengths(shape[dim]), size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -28,7 +29,11 @@ def is_plan(value: Any) -> bool:
 
 
 KINDS = ("colwise", "rowwise", "vocab", "experts", "sequence", "summed")
-WORDS = '"' + '", "'.join(KINDS) + '"; "colwise:3" where a module holds 3 matrices side by side'
+WORDS = (
+    '"'
+    + '", "'.join(KINDS)
+    + '"; "colwise:3" where a module holds 3 matrices side by side, "colwise:8+2+2" with heads of query, key and value'
+)
 
 
 def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
@@ -75,13 +80,14 @@ def _named(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 def _style(pattern: str, word: str, module: nn.Module) -> Style:
     kind, _, number = word.partition(":")
-    if kind not in KINDS or (number and not number.isdigit()):
+    heads = tuple(int(part) for part in number.split("+") if part.isdigit()) if "+" in number else ()
+    if kind not in KINDS or (number and not number.isdigit() and len(heads) != number.count("+") + 1):
         raise ValueError(f"tensor_plan[{pattern!r}]={word!r}: use {WORDS}.")
     if kind == "vocab" and not isinstance(module, nn.Embedding):
         kind = "head"
     if kind == "colwise" and isinstance(module, nn.Embedding):
         kind = "features"
-    return Style(kind, int(number or 1))
+    return Style(kind, int(number or 1) if not heads else len(heads), heads=heads)
 
 
 def _shared_keys(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Style]:
@@ -91,8 +97,13 @@ def _shared_keys(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     for name, count in heads.items():
         holder = name.rpartition(".")[0]
         most[holder] = max(count, most.get(holder, 0))
+    fused = {
+        name: replace(style, kind="fused", copies=size // min(style.heads))
+        for name, style in styles.items()
+        if style.heads and min(style.heads) < size and size % min(style.heads) == 0
+    }
     few = {n: c for n, c in heads.items() if 0 < c < min(size, most[n.rpartition(".")[0]]) and size % c == 0}
-    return {name: Style("keys", copies=size // count) for name, count in few.items()}
+    return fused | {name: Style("keys", copies=size // count) for name, count in few.items()}
 
 
 def _heads(model: nn.Module, name: str) -> int:
@@ -115,7 +126,7 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "summed":
         _check_norm_of_heads(model, name, module, size)
         return
-    linear = style.kind in ("colwise", "keys", "rowwise", "head")
+    linear = style.kind in ("colwise", "keys", "fused", "rowwise", "head")
     if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f'tensor_plan makes `{name}` ({type(module).__name__}) "{style.kind}", which is for linear modules.'
@@ -159,6 +170,21 @@ def _check_norm_of_heads(model: nn.Module, name: str, module: nn.Module, size: i
         )
 
 
+def _check_fused(name: str, features: int, style: Style, size: int) -> None:
+    queries, *keys = style.heads
+    if (
+        features % sum(style.heads)
+        or any(length % size for length in style.lengths(features))
+        or queries % size
+        or any(k % size and size % k for k in keys)
+    ):
+        raise ValueError(
+            f"`{name}` has {features} features of {' + '.join(map(str, style.heads))} heads of query, key and value,"
+            f" which {size} ranks of the tensor axis do not divide. Choose a tensor_parallel_size that divides heads of"
+            " the query, and of which those of key and value are a divisor or a multiple."
+        )
+
+
 def _forward_of(module: Any) -> Any:
     return type(module).forward
 
@@ -175,7 +201,10 @@ def _check_sizes(model: nn.Module, name: str, module: Any, style: Style, size: i
         if -(-rows // size) * (size - 1) >= rows:
             raise ValueError(f"`{name}` has {rows} entries, too few for {size} ranks of the tensor axis.")
         return
-    if style.kind not in ("colwise", "keys", "rowwise", "features"):
+    if style.kind not in ("colwise", "keys", "fused", "rowwise", "features"):
+        return
+    if style.heads:
+        _check_fused(name, features_of(module)[1], style, size)
         return
     is_table = style.kind == "features"
     whole = module.embedding_dim if is_table else features_of(module)[style.kind != "rowwise"]
@@ -200,7 +229,7 @@ def owners(styles: Mapping[str, Style]) -> list[str]:
     for name, style in styles.items():
         if style.kind == "experts":
             found[name] = None
-        elif style.kind in ("colwise", "keys", "heads"):
+        elif style.kind in ("colwise", "keys", "fused", "heads"):
             columns.append(name)
         elif style.kind == "rowwise" and columns:
             found[_common([*columns, name])] = None

@@ -6,6 +6,7 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     style      module     weights cut        input                 output
     colwise    Linear     along the output   copied to the ranks   this rank's features
     keys       Linear     along the output   copied to the ranks   the head of keys that this rank's queries attend to
+    fused      Linear     each of three matrices, along the output: colwise the first, keys the others
     rowwise    Linear     along the input    this rank's features  summed over the ranks
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
@@ -44,6 +45,7 @@ class Part:
         number: of the module among those cut, for its random numbers.
         features: of the whole output; of a head of keys.
         begin: of this rank's rows of an embedding, or of its output features.
+        copies: ranks that have each head of keys.
         apart: whether a head's output is left apart; see `VocabLogits`.
         sliced: whether it lies in a block whose hidden states are slices of the sequence.
     """
@@ -53,6 +55,7 @@ class Part:
     number: int
     features: int = 0
     begin: int = 0
+    copies: int = 1
     apart: bool = False
     sliced: bool = False
 
@@ -100,6 +103,17 @@ class Keys(Colwise):
         part = self._tensor_part
         whole = gather_rows(super().forward(x), part.region.axis, x.dim() - 1)
         return whole.narrow(-1, part.begin, part.features)
+
+
+class Fused(Colwise):
+    """A linear module that makes query, key and value, of keys fewer heads than ranks: see `Keys`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        y = super().forward(x)
+        few = 2 * part.features // part.copies  # features of keys and values together
+        pairs = gather_rows(y[..., -few:].unflatten(-1, (2, -1)), part.region.axis, x.dim())
+        return torch.cat([y[..., :-few], pairs.narrow(-1, part.begin, part.features).flatten(-2)], -1)
 
 
 class Rowwise:
@@ -210,33 +224,6 @@ def _explain(error: RuntimeError, part: Part) -> None:
 
 
 STYLES: dict[str, type] = {
-    "colwise": Colwise, "keys": Keys, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
+    "colwise": Colwise, "keys": Keys, "fused": Fused, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
     "sequence": SequenceNorm,
 }  # fmt: skip
-_classes: dict[tuple[type, type], type] = {}
-
-
-def become(module: nn.Module, style: type, part: Any) -> None:
-    """Swap a module's class for a subclass in that style, which finds `part` under the style's own name for it."""
-    cls, key = type(module), next(iter(style.__annotations__), "_tensor_part")
-    if (style, cls) not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_tensor_base": cls}
-        _classes[style, cls] = type(cls.__name__, (style, cls), names)
-    module.__class__ = _classes[style, cls]
-    module.__dict__[key] = part
-
-
-def own_class(module: nn.Module) -> type:
-    """The class that a module had before it was cut."""
-    cls: Any = type(module)
-    while "_tensor_base" in vars(cls):
-        cls = cls._tensor_base
-    return cls
-
-
-def become_itself(module: nn.Module) -> None:
-    """Give a module its own class back."""
-    if (own := own_class(module)) is not type(module):
-        module.__class__ = own
-    for key in ("_tensor_part", "_tensor_scope", "_tensor_check", "_tensor_block"):
-        module.__dict__.pop(key, None)

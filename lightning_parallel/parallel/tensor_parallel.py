@@ -17,13 +17,14 @@ from torch.distributed.tensor import Placement, Replicate
 from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
+from lightning_parallel.parallel.classes import become, become_itself, own_class
 from lightning_parallel.parallel.cuts import find_shares
 from lightning_parallel.parallel.experts import Experts, shared_width
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
-from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
+from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, is_conv1d
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.phantom import Phantom
@@ -79,18 +80,18 @@ class TensorParallel(Uncut):
             module: Any = self.model.get_submodule(name)
             part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
             if style.kind == "head":
-                part.features, part.apart = self._features(name), self._loss_parallel
-                part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
-            elif style.kind == "keys":
-                part.features = self._features(name) * style.copies // self.axis.size
-                part.begin = self.axis.rank // style.copies * part.features
+                [part.features] = self.shares[f"{name}.weight"].segments
+                part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
+            elif style.copies > 1:
+                part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
+                part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):
                 self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._are_summed([module.bias])
-            if style.kind in ("colwise", "keys", "head") and is_conv1d(module):
+            if style.kind in ("colwise", "keys", "fused", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
             if style.kind == "heads":
                 self._change(module, num_heads=module.num_heads // self.axis.size)
@@ -165,19 +166,14 @@ class TensorParallel(Uncut):
         """The modules that hold column-wise ones, and this rank's counts of heads in them."""
         found: dict[str, dict[str, int]] = {}
         for full, style in self.styles.items():
-            if style.kind in ("colwise", "keys"):
+            if style.kind in ("colwise", "keys", "fused"):
                 name = full.rpartition(".")[0]
                 module = self.model.get_submodule(name)
                 if name not in found:
                     found[name] = shared_heads(module, name, self.axis.size)
-                if style.kind == "keys":
+                if style.copies > 1:
                     found[name] |= groups_of(module, style.copies)
         return found
-
-    def _features(self, name: str) -> int:
-        """Output features of a whole linear module, whose weight may have been cut already."""
-        shares = self.shares[f"{name}.weight"]
-        return shares.shape[shares.dim]
 
     def _cut_embedding(self, name: str, module: Any, part: Part) -> None:
         begin, end = self.shares[f"{name}.weight"].span(self.axis.rank)

@@ -93,6 +93,32 @@ class Torch(nn.Module):
         return self.head(y + z.transpose(0, 1) + weights.sum(-1, keepdim=True) * weights.amax(-1, keepdim=True))
 
 
+class Grouped(nn.Module):
+    """Attention of four heads to one or two heads of keys, all made by one product."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, keys, 4
+        self.qkv, self.out = nn.Linear(16, (4 + 2 * keys) * 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).split([count * self.head_dim for count in heads], -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def grouped(keys: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(17, 16), Grouped(keys), nn.LayerNorm(16), Grouped(keys), nn.Linear(16, 17))
+
+
+def next_tokens(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
 Make = Callable[[], nn.Module]
 Loss = Callable[[Any], Tensor]
 MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
@@ -139,6 +165,8 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 1,
     ),
+    "one product, one head of keys": (lambda: grouped(1), next_tokens, 2 * 3 + 3),
+    "one product, two heads of keys": (lambda: grouped(2), next_tokens, 2 * 3 + 3),
     "mixtral": (  # with the router's own loss
         lambda: build("MixtralForCausalLM", MIXTRAL),
         causal,
@@ -151,7 +179,7 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
     ),
     "torch": (
         Torch,
-        lambda model: F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()),
+        next_tokens,
         (3 + 3) + (3 + 2 * 3) + 2 + 3,
     ),
     "vit": (
@@ -170,6 +198,7 @@ QUICK = (
     "bert",
     "t5",
     "mixtral",
+    "one product, one head of keys",
 )  # of these the default tests have enough
 
 
@@ -264,6 +293,7 @@ def check(name: str, size: int, **options: Any) -> None:
         "qwen3, one head of keys",
         "qwen2, two heads of keys",
         "t5",
+        "one product, two heads of keys",
     ],
 )
 def test_four_ranks_are_one_process(name):
@@ -347,6 +377,12 @@ def test_experts_that_cannot_be_cut_are_refused(options, more, words):
     model = build("MixtralForCausalLM", {**MIXTRAL, **options})
     with pytest.raises(ValueError, match=re.escape(words)):
         TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
+
+
+def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
+    words = "`1.qkv` has 32 features of 4 + 2 + 2 heads of query, key and value, which 8 ranks"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(grouped(2), TensorAxis(0, 8), torch.device("cpu"), {"*.qkv": "colwise:4+2+2"})
 
 
 def test_norms_of_all_heads_together_are_refused():
