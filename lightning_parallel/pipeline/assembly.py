@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.early_cuts import EarlyCuts
 from lightning_parallel.pipeline.early_sums import EarlySums
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradients import FreshGradients
@@ -124,14 +125,14 @@ class Pipeline(SharedParameters):
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(self.device)
-        self._cut_early: set[nn.Parameter] = set()
+        self._cuts = EarlyCuts(self._over_tensor, self.tensor)
         divided = self._make_in_parts(seed)
-        self.table.materialize(self.device, seed, made=self._cut_made)
+        self.table.materialize(self.device, seed, made=self._cuts.made)
         load_noted(self.model, self._over_tensor.part)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
         self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]
-        self._cut_over_tensor(divided | self._cut_early)
+        self._cuts.take(self.own, self.device, divided)
         self.to_device(self.device)
         self._groups = self._open_groups()
         self._equalize_shared()
@@ -153,30 +154,13 @@ class Pipeline(SharedParameters):
             return divided
         blocks = [] if has_noted(self.model) else self.table.parts()
         if blocks:
-            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks), self._cut_made)
+            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks), self._cuts.made)
         for block in blocks:
-            self.table.materialize(self.device, seed, partial(_within, modules=[block]), self._cut_made)
+            self.table.materialize(self.device, seed, partial(_within, modules=[block]), self._cuts.made)
             made = [p for p in self.model.get_submodule(block).parameters() if not p.is_meta]
             self._divide(self, made)
             divided.update(made)
         return divided
-
-    def _cut_made(self, name: str, parameter: nn.Parameter) -> None:
-        """A parameter was made, equal on all ranks of the tensor axis: leave this rank's part, before more is made."""
-        whole, parameter.data = parameter.data, self._over_tensor.part(name, parameter.data)
-        if parameter.data.shape != whole.shape:
-            self._cut_early.add(parameter)
-
-    def _cut_over_tensor(self, cut: set[nn.Parameter]) -> None:
-        """On the device one parameter after the other: make it equal on all ranks of the tensor axis and leave this
-        rank's part, but for those that were cut when they were made."""
-        if self.tensor_size == 1:
-            return
-        for entry, parameter in self.own:
-            if parameter not in cut:
-                parameter.data = parameter.data.to(self.device)
-                self.tensor.equalize([parameter.data])
-                parameter.data = self._over_tensor.part(entry.name, parameter.data)
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
