@@ -91,21 +91,27 @@ class PrunedOptimizer:
             gather: gathers an object of every rank on one of them.
             states: of this rank's parameters, where they are not in the optimizer.
         """
-        mine = self.own_state(states)
+        mine = self.own_state(states, self.tensor)
         parts = gather(mine["state"])
         if parts is None:
             return {}
         states = {i: state for part in parts for i, state in part.items()}
         return {**mine, "state": dict(sorted(states.items()))}
 
-    def own_state(self, states: States | None = None) -> dict[str, Any]:
-        """This rank's part of that state dict, with the groups of the whole."""
+    def own_state(self, states: States | None = None, tensor: Uncut | None = None) -> dict[str, Any]:
+        """This rank's part of that state dict, with the groups of the whole.
+
+        Args:
+            states: see `full_state`.
+            tensor: makes whole what the tensor axis cut; None leaves this rank's part of it.
+        """
+        tensor = tensor or Uncut()
         states = self.optimizer.state if states is None else states
         groups = numbered_groups(self.optimizer)
         for group, names in zip(groups, self.groups, strict=True):
             group["params"] = [self.number[name] for name in names]
         own = {
-            self.number[entry.name]: _to_host(self.tensor.whole_state(entry.name, states[parameter]))
+            self.number[entry.name]: _to_host(tensor.whole_state(entry.name, states[parameter]))
             for entry, parameter in self.table.own()
             if entry.is_counted_on(self.table.row) and entry.name in self.number and states.get(parameter)
         }
@@ -171,7 +177,10 @@ def full_state_dict(
 
 
 def own_state_dict(state: Mapping[str, Any], table: ParameterTable, tensor: Uncut | None = None) -> dict[str, Any]:
-    """This stage's part of a state dict of the model, on the host; every name is in exactly one stage's part."""
+    """This stage's part of a state dict of the model, on the host; every name is in exactly one stage's part.
+
+    `tensor` makes whole what the tensor axis cut; None leaves this rank's part of it.
+    """
     tensor = tensor or Uncut()
     return {
         name: _to_host(tensor.whole(name, value) if isinstance(value, Tensor) else value)

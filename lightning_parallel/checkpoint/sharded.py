@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
 from lightning_parallel.checkpoint.parts import stored_tensors
+from lightning_parallel.checkpoint.slices import Slice
 
 _META, _NAMES = "meta.pt", "state_dict_names"
+Flat = dict[str, Any]
 
 
-def save_sharded(checkpoint: Mapping[str, Any], names: list[str], folder: Path, barrier: Callable[[], None]) -> None:
+def save_sharded(
+    checkpoint: Mapping[str, Any],
+    names: list[str],
+    folder: Path,
+    barrier: Callable[[], None],
+    own: Callable[[Flat], Flat] = lambda flat: flat,
+) -> None:
     """Write a checkpoint of which every rank holds a part; all ranks call it.
 
     Args:
@@ -35,6 +44,7 @@ def save_sharded(checkpoint: Mapping[str, Any], names: list[str], folder: Path, 
         names: all keys of the whole model's state dict, in order.
         folder: where it goes; what was there is replaced.
         barrier: waits for all ranks.
+        own: of values by name those that this rank writes, where it has a part as a `Slice`.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     part = folder.with_name(f".{folder.name}.part")
@@ -43,7 +53,7 @@ def save_sharded(checkpoint: Mapping[str, Any], names: list[str], folder: Path, 
         part.mkdir(parents=True)
     barrier()
     with _alone_on_purpose():
-        dcp.save(_flat(checkpoint), storage_writer=dcp.FileSystemWriter(part), no_dist=not dist.is_initialized())
+        dcp.save(own(_flat(checkpoint)), storage_writer=dcp.FileSystemWriter(part), no_dist=not dist.is_initialized())
     if first:
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
         if "optimizer_states" in rest:
@@ -58,6 +68,7 @@ def load_sharded(
     wanted: Callable[[str], bool] = lambda name: True,
     weights_only: bool | None = None,
     in_parts: bool = False,
+    room: Callable[[str, TensorStorageMetadata], Slice | None] = lambda name, kind: None,
 ) -> dict[str, Any]:
     """The checkpoint in a folder with those tensors whose name is wanted; of others `state_dict` has meta tensors.
 
@@ -65,6 +76,7 @@ def load_sharded(
         folder: what `save_sharded` wrote.
         wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
         weights_only: see `torch.load`, for what is not a tensor.
+        room: gives a `Slice` where a part is wanted of the tensor of that name; the part is what is returned.
         in_parts: leave large tensors where they are; of each only what is used is read, when it is used.
 
     Raises:
@@ -76,10 +88,12 @@ def load_sharded(
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     stored, left = metadata.state_dict_metadata, stored_tensors(folder, metadata) if in_parts else {}
-    values = {name: _place_for(kind) for name, kind in stored.items() if wanted(name) and name not in left}
+    read_now = {name: kind for name, kind in stored.items() if wanted(name) and name not in left}
+    values = {name: _place_for(kind, room=partial(room, name)) for name, kind in read_now.items()}
     if values:
         with _alone_on_purpose():
             dcp.load(values, storage_reader=reader, no_dist=True)
+    values = {name: value.local if isinstance(value, Slice) else value for name, value in values.items()}
     values |= {name: value.read() if value.is_small else value for name, value in left.items() if wanted(name)}
     names = rest.pop(_NAMES)
     rest["state_dict"] = {
@@ -104,7 +118,7 @@ def consolidate(folder: Path, file: Path, weights_only: bool | None = None) -> N
     write(load_sharded(folder, weights_only=weights_only), file)
 
 
-def _flat(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(checkpoint: Mapping[str, Any]) -> Flat:
     """This rank's tensors (and other values of its state) by name."""
     flat = {f"state_dict/{name}": value for name, value in checkpoint["state_dict"].items()}
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
@@ -122,10 +136,14 @@ def _alone_on_purpose() -> Iterator[None]:
         yield
 
 
-def _place_for(kind: Any, device: str = "cpu") -> Tensor | None:
+def _place_for(
+    kind: Any, device: str = "cpu", room: Callable[[TensorStorageMetadata], Slice | None] = lambda kind: None
+) -> Tensor | None:
     """Room for a stored tensor; None for another object."""
     if not isinstance(kind, TensorStorageMetadata):
         return None
+    if (part := room(kind)) is not None:
+        return part
     return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
 
 

@@ -20,6 +20,7 @@ from lightning_parallel.checkpoint.files import read
 from lightning_parallel.pipeline.phantom import Phantom
 
 _WISHES = "_weights_to_load"
+Part = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,18 @@ def has_noted(module: nn.Module) -> bool:
     return bool(vars(module).get(_WISHES))
 
 
-def load_noted(module: nn.Module) -> None:
-    """Fulfil what `load_weights` noted, now that this rank's parameters have memory."""
+def load_noted(module: nn.Module, part: Part = lambda name, value: value) -> None:
+    """Fulfil what `load_weights` noted, now that this rank's parameters have memory.
+
+    Args:
+        module: the LightningModule.
+        part: this rank's part of the whole tensor of that name, if the module has no more of it.
+    """
     for wish in vars(module).pop(_WISHES, []):
-        _load(module, wish)
+        _load(module, wish, part)
 
 
-def _load(module: nn.Module, wish: _Wish) -> None:
+def _load(module: nn.Module, wish: _Wish, part: Part = lambda name, value: value) -> None:
     mine = {name: value for name, value in _tensors(module).items() if not isinstance(value, Phantom)}
     readers = _readers(wish.path)
     with torch.no_grad():
@@ -74,6 +80,8 @@ def _load(module: nn.Module, wish: _Wish) -> None:
             key = name.removeprefix(wish.prefix)
             if name.startswith(wish.prefix) and key in readers:
                 stored = readers[key]()
+                if stored.shape != value.shape:
+                    stored = part(name, stored)
                 if stored.shape != value.shape:
                     raise ValueError(
                         f"{wish.path} has `{key}` of shape {tuple(stored.shape)}, but `{name}` of"

@@ -3,8 +3,6 @@
 The one idea: what is cut comes in pairs, linear modules that widen or make heads (cut by columns) and the one that
 brings the features back (by rows). Their names are convention, and shapes have to fit: the second takes in what the
 first give out. A model of `transformers` may say it itself (`base_model_tp_plan`).
-
-Left out: mixtures of experts.
 """
 
 from __future__ import annotations
@@ -17,19 +15,35 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.parallel.attention import can_share_heads
-from lightning_parallel.parallel.heads import says_heads
+from lightning_parallel.parallel.experts import inner_features
+from lightning_parallel.parallel.heads import fused_heads, says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
-Kind = Literal["colwise", "keys", "rowwise", "vocab", "features", "head", "heads", "sequence", "summed"]
+Kind = Literal[
+    "colwise", "keys", "fused", "rowwise", "vocab", "features", "head", "heads", "experts", "sequence", "summed"
+]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a module is cut; `segments` matrices lie side by side in it, and `copies` ranks have each head of "keys"."""
+    """How a module is cut.
+
+    Attributes:
+        kind: a `Kind`.
+        segments: how many equal matrices lie side by side in it.
+        copies: how many ranks have each head of keys, where there are fewer than ranks.
+        heads: of query, key and value in it, where their numbers differ.
+    """
 
     kind: Any  # a Kind
     segments: int = 1
     copies: int = 1
+    heads: tuple[int, ...] = ()
+
+    def lengths(self, features: int) -> tuple[int, ...]:
+        """Features of each matrix."""
+        parts = self.heads or (1,) * self.segments
+        return tuple(features * part // sum(parts) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ PAIRS = (
     Pair(("intermediate.dense",), "output.dense"),
 )
 _BIASES = "relative_attention_bias"  # of T5: an embedding of distances with one feature a head
-# transformers' words for ours; others (experts) leave a module whole.
+# transformers' words for ours; others leave a module whole.
 _THEIRS = {
     "colwise": Style("colwise"), "rowwise": Style("rowwise"), "colwise_rep": Style("head"),
     "colwise_gather_output": Style("head"), "replicated_with_grad_allreduce": Style("summed"),
@@ -87,10 +101,15 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
         prefix = f"{name}." if name else ""
         if type(module) is nn.MultiheadAttention and can_share_heads(module):
             found |= {name: Style("heads"), f"{prefix}out_proj": Style("rowwise")}
+        if inner_features(module):
+            found[name] = Style("experts")
         for pair in PAIRS:
             names = [*pair.columns, pair.row]
             if all(f"{prefix}{x}" not in found for x in names) and _fits(module, pair):
-                found |= {f"{prefix}{column}": Style("colwise", n) for column, n in pair.columns_with_segments()}
+                heads = fused_heads(module) if pair.attention and pair.segments == (3,) else ()
+                found |= {
+                    f"{prefix}{column}": Style("colwise", n, heads=heads) for column, n in pair.columns_with_segments()
+                }
                 found[f"{prefix}{pair.row}"] = Style("rowwise")
                 found |= {
                     f"{prefix}{x}": Style("summed") for x in ("q_norm", "k_norm") if pair.attention and _has(module, x)
@@ -108,7 +127,8 @@ def _fits(module: nn.Module, pair: Pair) -> bool:
     if pair.attention and not any(says_heads(x) for x in (module, *(_holder(module, c) for c in pair.columns))):
         return False
     column, segments = next(pair.columns_with_segments())
-    return features_of(linear[column])[1] == segments * narrow[0]
+    queries, keys = heads[:2] if segments == 3 and (heads := fused_heads(module)) else (1, 1)
+    return queries * features_of(linear[column])[1] == (queries + (segments - 1) * keys) * narrow[0]
 
 
 def _their_plans(model: nn.Module, known: set[str]) -> dict[str, Style]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ from torch import Tensor
 # Newer versions of PyTorch have other names for both. They are looked up when called: measurements replace them.
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+class Sum:
+    """An all-reduce on its way.
+
+    Args:
+        work: torch.distributed's word for it; None where there is nothing to wait for.
+        blocked: a context entered while this process waits.
+    """
+
+    def __init__(self, work: Any, blocked: Callable[[], AbstractContextManager[None]]) -> None:
+        self._work, self._blocked = work, blocked
+
+    def wait(self) -> None:
+        """From here on (on a GPU: on this stream) the sum is there."""
+        if self._work is not None:
+            with self._blocked():
+                self._work.wait()
 
 
 class TensorAxis:
@@ -46,6 +65,11 @@ class TensorAxis:
             with self._blocked(x):
                 dist.all_reduce(x, op=op, group=self._group())
         return x
+
+    def begin_all_reduce(self, x: Tensor) -> Sum:
+        """Begin to sum over the axis in place; `x` is dense and contiguous, nobody's until it is there."""
+        work = dist.all_reduce(x, group=self._group(), async_op=True) if self.size > 1 else None
+        return Sum(work, partial(self._blocked, x))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's `x` [.., k, ..] one behind the other along `dim`: [.., size k, ..]."""

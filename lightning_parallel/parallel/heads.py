@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", *KEY_COUNTS)
 GROUPS = ("num_key_value_groups", "n_rep")  # heads of queries for each of keys
 WIDTHS = ("split_size", "all_head_size", "inner_dim", "attn_dim")  # features of all heads together
@@ -31,6 +31,15 @@ def head_features(model: nn.Module, name: str) -> int:
 def says_heads(module: nn.Module) -> bool:
     """Whether a module tells its heads by one of the names in use."""
     return any(_is_count(getattr(module, attribute, None)) for attribute in (*COUNTS, *PER_HEAD))
+
+
+def fused_heads(module: nn.Module) -> tuple[int, ...]:
+    """Heads of query, key and value, where a module's attributes say that keys have fewer; () otherwise."""
+    counts = [value for a in COUNTS if a not in KEY_COUNTS and _is_count(value := module.__dict__.get(a))]
+    keys = [value for a in KEY_COUNTS if _is_count(value := module.__dict__.get(a))]
+    if not counts or not keys or keys[0] >= counts[0]:
+        return ()
+    return counts[0], keys[0], keys[0]
 
 
 def shared_heads(module: nn.Module, name: str, size: int) -> dict[str, int]:

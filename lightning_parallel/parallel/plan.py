@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
+from lightning_parallel.parallel.experts import inner_features
 from lightning_parallel.parallel.heads import head_features
-from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Plan = Literal["auto"] | Mapping[str, str]
@@ -28,8 +28,11 @@ def is_plan(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
+KINDS = ("colwise", "rowwise", "vocab", "experts", "sequence", "summed")
 WORDS = (
-    '"colwise", "rowwise", "vocab", "sequence" or "summed"; "colwise:3" where a module holds 3 matrices side by side'
+    '"'
+    + '", "'.join(KINDS)
+    + '"; "colwise:3" where a module holds 3 matrices side by side, "colwise:8+2+2" with heads of query, key and value'
 )
 
 
@@ -77,13 +80,14 @@ def _named(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 def _style(pattern: str, word: str, module: nn.Module) -> Style:
     kind, _, number = word.partition(":")
-    if kind not in ("colwise", "rowwise", "vocab", "sequence", "summed") or (number and not number.isdigit()):
+    heads = tuple(int(part) for part in number.split("+") if part.isdigit()) if "+" in number else ()
+    if kind not in KINDS or (number and not number.isdigit() and len(heads) != number.count("+") + 1):
         raise ValueError(f"tensor_plan[{pattern!r}]={word!r}: use {WORDS}.")
     if kind == "vocab" and not isinstance(module, nn.Embedding):
         kind = "head"
     if kind == "colwise" and isinstance(module, nn.Embedding):
         kind = "features"
-    return Style(kind, int(number or 1))
+    return Style(kind, int(number or 1) if not heads else len(heads), heads=heads)
 
 
 def _shared_keys(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Style]:
@@ -93,8 +97,13 @@ def _shared_keys(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     for name, count in heads.items():
         holder = name.rpartition(".")[0]
         most[holder] = max(count, most.get(holder, 0))
+    fused = {
+        name: replace(style, kind="fused", copies=size // min(style.heads))
+        for name, style in styles.items()
+        if style.heads and min(style.heads) < size and size % min(style.heads) == 0
+    }
     few = {n: c for n, c in heads.items() if 0 < c < min(size, most[n.rpartition(".")[0]]) and size % c == 0}
-    return {name: Style("keys", copies=size // count) for name, count in few.items()}
+    return fused | {name: Style("keys", copies=size // count) for name, count in few.items()}
 
 
 def _heads(model: nn.Module, name: str) -> int:
@@ -111,7 +120,13 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "heads":
         refuse_attention(module, name, size)  # type: ignore[arg-type]
         return
-    linear = style.kind in ("colwise", "keys", "rowwise", "head")
+    if style.kind == "experts":
+        _check_experts(name, module, size)
+        return
+    if style.kind == "summed":
+        _check_norm_of_heads(model, name, module, size)
+        return
+    linear = style.kind in ("colwise", "keys", "fused", "rowwise", "head")
     if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise ValueError(
             f'tensor_plan makes `{name}` ({type(module).__name__}) "{style.kind}", which is for linear modules.'
@@ -130,6 +145,46 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     _check_sizes(model, name, module, style, size)
 
 
+def _check_experts(name: str, module: nn.Module, size: int) -> None:
+    inner = inner_features(module)
+    if not inner:
+        shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+        raise ValueError(
+            f'tensor_plan makes `{name}` ({type(module).__name__}) "experts", whose parameters {shapes} are not'
+            " gate_up_proj [experts, 2 inner, features] and down_proj [experts, features, inner]. Leave it out."
+        )
+    if inner % size:
+        raise ValueError(
+            f"`{name}` has experts of {inner} inner features, which {size} ranks of the tensor axis do not divide."
+            " Choose another tensor_parallel_size."
+        )
+
+
+def _check_norm_of_heads(model: nn.Module, name: str, module: nn.Module, size: int) -> None:
+    per_head, weight = head_features(model, name), getattr(module, "weight", None)
+    if per_head and weight is not None and weight.shape[-1] > per_head:
+        raise ValueError(
+            f"`{name}` ({type(module).__name__}) normalises {weight.shape[-1]} features of all heads together, of which"
+            f" each of {size} ranks of the tensor axis has {weight.shape[-1] // size}. Leave its attention out: name"
+            ' what else is to be cut, tensor_plan={"model.layers.*.mlp.up_proj": "colwise", ...}.'
+        )
+
+
+def _check_fused(name: str, features: int, style: Style, size: int) -> None:
+    queries, *keys = style.heads
+    if (
+        features % sum(style.heads)
+        or any(length % size for length in style.lengths(features))
+        or queries % size
+        or any(k % size and size % k for k in keys)
+    ):
+        raise ValueError(
+            f"`{name}` has {features} features of {' + '.join(map(str, style.heads))} heads of query, key and value,"
+            f" which {size} ranks of the tensor axis do not divide. Choose a tensor_parallel_size that divides heads of"
+            " the query, and of which those of key and value are a divisor or a multiple."
+        )
+
+
 def _forward_of(module: Any) -> Any:
     return type(module).forward
 
@@ -146,7 +201,10 @@ def _check_sizes(model: nn.Module, name: str, module: Any, style: Style, size: i
         if -(-rows // size) * (size - 1) >= rows:
             raise ValueError(f"`{name}` has {rows} entries, too few for {size} ranks of the tensor axis.")
         return
-    if style.kind not in ("colwise", "keys", "rowwise", "features"):
+    if style.kind not in ("colwise", "keys", "fused", "rowwise", "features"):
+        return
+    if style.heads:
+        _check_fused(name, features_of(module)[1], style, size)
         return
     is_table = style.kind == "features"
     whole = module.embedding_dim if is_table else features_of(module)[style.kind != "rowwise"]
@@ -164,41 +222,14 @@ def _check_sizes(model: nn.Module, name: str, module: Any, style: Style, size: i
         )
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How one parameter of a module is cut."""
-
-    leaf: str
-    shares: Shares
-
-
-def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
-    """How the parameters of a module in that style are cut; those that are not named stay whole."""
-    out_dim = 1 if is_conv1d(module) else 0
-    if style.kind in ("colwise", "keys", "head"):
-        weight = _shares(module.weight.shape, out_dim, style.segments, size)
-        bias = [] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style.segments, size))]
-        return [Cut("weight", weight), *bias]
-    if style.kind == "rowwise":
-        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style.segments, size))]
-    if style.kind in ("vocab", "features"):
-        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), 1, size))]
-    if style.kind == "heads":
-        names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
-        return [Cut(name, _shares(getattr(module, name).shape, 0, 3, size)) for name in names]
-    return []
-
-
-def _shares(shape: Sequence[int], dim: int, segments: int, size: int) -> Shares:
-    return Shares(tuple(shape), dim, (shape[dim] // segments,) * segments, size)
-
-
 def owners(styles: Mapping[str, Style]) -> list[str]:
     """Names of the smallest modules that hold column-wise ones and the row-wise one behind them."""
     found: dict[str, None] = {}
     columns: list[str] = []
     for name, style in styles.items():
-        if style.kind in ("colwise", "keys", "heads"):
+        if style.kind == "experts":
+            found[name] = None
+        elif style.kind in ("colwise", "keys", "fused", "heads"):
             columns.append(name)
         elif style.kind == "rowwise" and columns:
             found[_common([*columns, name])] = None

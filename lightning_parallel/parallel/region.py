@@ -9,6 +9,7 @@ and value) is copied to the ranks once, so that its gradient is summed once.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.operators import copy_to_ranks
+from lightning_parallel.parallel.overlap import Coming, OverlappedProduct
 from lightning_parallel.pipeline.random_streams import mix
 
 
@@ -25,10 +27,15 @@ class Region:
     Args:
         axis: the ranks.
         device: whose generator is kept in step beside the host's.
+        overlap: whether gradients of weights are made while those of inputs are summed, see `overlap`.
+
+    Attributes:
+        summed: gives what the latest row-wise module returned, while it is there.
     """
 
-    def __init__(self, axis: TensorAxis, device: torch.device) -> None:
-        self.axis = axis
+    def __init__(self, axis: TensorAxis, device: torch.device, overlap: bool = False) -> None:
+        self.axis, self.overlap = axis, overlap
+        self.summed: Callable[[], Tensor | None] = lambda: None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
@@ -64,6 +71,20 @@ class Region:
         if known is None or known[1] != x._version:
             known = copies[id(x)] = (x, x._version, copy_to_ranks(x, self.axis))
         return known[2]
+
+    def product(self, module: Any, x: Tensor) -> Tensor:
+        """A column-wise module's output; `x` is copied to the ranks, once in a scope, and its gradient's sum overlaps
+        with the weight's."""
+        product = OverlappedProduct(module)
+        known = self._copies[-1].get(id(x)) if self._copies else None
+        if known is None or known[1] != x._version:
+            coming = Coming(self.axis)
+            behind = coming.behind(x)
+            product.register()
+            known = (x, x._version, coming.in_front(behind))
+            if self._copies:
+                self._copies[-1][id(x)] = known
+        return product(known[2])
 
     def draw_own(self, number: int, training: bool) -> None:
         """From here on this rank draws its own numbers."""

@@ -5,6 +5,8 @@ slices. The first block slices its input and the last one joins its output; in b
 since attention and perceptron need all positions, and a row-wise product's sum is scattered. An all-reduce is a
 reduce-scatter and an all-gather, so no more is sent than without.
 
+A norm between a row-wise product and the residual sum (Gemma 2) works on slices and gathers nothing.
+
 Left out: norms behind the residual sum (BERT), whose output is needed in slices and whole; encoder-decoders. Slices
 begin at the first block, not in the embedding.
 

@@ -6,18 +6,22 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     style      module     weights cut        input                 output
     colwise    Linear     along the output   copied to the ranks   this rank's features
     keys       Linear     along the output   copied to the ranks   the head of keys that this rank's queries attend to
+    fused      Linear     each of three matrices, along the output: colwise the first, keys the others
     rowwise    Linear     along the input    this rank's features  summed over the ranks
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
     features   Embedding  along the features as it is              this rank's features
+    experts    any        inner features     copied to the ranks   summed over the ranks
     summed     any        not                this rank's features  gradients of its parameters are summed
-    sequence   norm       not                slices                gathered; gradients of its parameters are summed
+    sequence   norm       not                slices                gathered, or slices behind a row-wise module;
+                                                                   gradients of its parameters are summed
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ from torch.nn import functional as F
 
 from lightning_parallel.parallel.logits import VocabLogits
 from lightning_parallel.parallel.operators import gather_rows, scatter_sums, sum_over_ranks
+from lightning_parallel.parallel.overlap import overlaps
 from lightning_parallel.parallel.region import Region
 
 SEQUENCE_DIM = 1  # of hidden states [rows, positions, features]
@@ -40,6 +45,7 @@ class Part:
         number: of the module among those cut, for its random numbers.
         features: of the whole output; of a head of keys.
         begin: of this rank's rows of an embedding, or of its output features.
+        copies: ranks that have each head of keys.
         apart: whether a head's output is left apart; see `VocabLogits`.
         sliced: whether it lies in a block whose hidden states are slices of the sequence.
     """
@@ -49,6 +55,7 @@ class Part:
     number: int
     features: int = 0
     begin: int = 0
+    copies: int = 1
     apart: bool = False
     sliced: bool = False
 
@@ -81,11 +88,12 @@ class Colwise:
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
         if part.sliced:  # a norm has gathered it, and sums its gradients
-            part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
-        else:
-            x = part.region.enter(x, part.number, self.training)  # type: ignore[attr-defined]
-        return super().forward(x)  # type: ignore[misc]
+            return super().forward(x)  # type: ignore[misc]
+        if part.region.overlap and overlaps(self):
+            return part.region.product(self, x)
+        return super().forward(part.region.copied(x))  # type: ignore[misc]
 
 
 class Keys(Colwise):
@@ -95,6 +103,17 @@ class Keys(Colwise):
         part = self._tensor_part
         whole = gather_rows(super().forward(x), part.region.axis, x.dim() - 1)
         return whole.narrow(-1, part.begin, part.features)
+
+
+class Fused(Colwise):
+    """A linear module that makes query, key and value, of keys fewer heads than ranks: see `Keys`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self._tensor_part
+        y = super().forward(x)
+        few = 2 * part.features // part.copies  # features of keys and values together
+        pairs = gather_rows(y[..., -few:].unflatten(-1, (2, -1)), part.region.axis, x.dim())
+        return torch.cat([y[..., :-few], pairs.narrow(-1, part.begin, part.features).flatten(-2)], -1)
 
 
 class Rowwise:
@@ -111,7 +130,10 @@ class Rowwise:
             y = scatter_sums(y, part.region.axis, SEQUENCE_DIM)
         else:
             y = sum_over_ranks(y, part.region.axis)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        part.region.summed = ref(y)
+        return y
 
 
 class Head(Colwise):
@@ -139,12 +161,15 @@ class VocabEmbedding:
 
 
 class SequenceNorm:
-    """A norm on a slice of the sequence, whose output every rank needs whole."""
+    """A norm on a slice of the sequence, whose output every rank needs whole, unless it comes right behind a row-wise
+    product: then what follows is the sum with the residual, in slices."""
 
     _tensor_part: Part
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        if part.region.summed() is x:
+            return super().forward(x)  # type: ignore[misc]
         part.region.leave()
         return gather_rows(super().forward(x), part.region.axis, SEQUENCE_DIM)  # type: ignore[misc]
 
@@ -199,33 +224,6 @@ def _explain(error: RuntimeError, part: Part) -> None:
 
 
 STYLES: dict[str, type] = {
-    "colwise": Colwise, "keys": Keys, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
+    "colwise": Colwise, "keys": Keys, "fused": Fused, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
     "sequence": SequenceNorm,
 }  # fmt: skip
-_classes: dict[tuple[type, type], type] = {}
-
-
-def become(module: nn.Module, style: type, part: Any) -> None:
-    """Swap a module's class for a subclass in that style, which finds `part` under the style's own name for it."""
-    cls, key = type(module), next(iter(style.__annotations__), "_tensor_part")
-    if (style, cls) not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_tensor_base": cls}
-        _classes[style, cls] = type(cls.__name__, (style, cls), names)
-    module.__class__ = _classes[style, cls]
-    module.__dict__[key] = part
-
-
-def own_class(module: nn.Module) -> type:
-    """The class that a module had before it was cut."""
-    cls: Any = type(module)
-    while "_tensor_base" in vars(cls):
-        cls = cls._tensor_base
-    return cls
-
-
-def become_itself(module: nn.Module) -> None:
-    """Give a module its own class back."""
-    if (own := own_class(module)) is not type(module):
-        module.__class__ = own
-    for key in ("_tensor_part", "_tensor_scope", "_tensor_check", "_tensor_block"):
-        module.__dict__.pop(key, None)

@@ -17,12 +17,14 @@ from torch.distributed.tensor import Placement, Replicate
 from lightning_parallel.parallel.attention import Heads
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
+from lightning_parallel.parallel.classes import become, become_itself, own_class
+from lightning_parallel.parallel.cuts import find_shares
+from lightning_parallel.parallel.experts import Experts, shared_width
 from lightning_parallel.parallel.heads import groups_of, shared_heads
-from lightning_parallel.parallel.plan import Plan, cuts_of, features_of, owners, resolve
+from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
-from lightning_parallel.parallel.shares import Shares
-from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, become, become_itself, is_conv1d, own_class
+from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, is_conv1d
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.phantom import Phantom
@@ -37,6 +39,8 @@ class TensorParallel(Uncut):
         device: where this rank computes.
         plan: "auto", or {pattern of module names: style}; see `plan.resolve`.
         loss_parallel: whether logits stay apart for a vocabulary-parallel cross entropy; see `VocabLogits`.
+        overlap: whether column-wise modules make weights' gradients while inputs' are summed; not where backwards are
+            split. See `overlap`.
         sequence_parallel: whether what lies between products works on slices of the sequence; see `sequence`.
 
     Attributes:
@@ -56,41 +60,45 @@ class TensorParallel(Uncut):
         plan: Plan = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        overlap: bool = True,
     ) -> None:
         self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
         if sequence_parallel:
             self.styles, self.blocks = add_sequence_styles(model, self.styles)
         refuse_outside(self.styles, self.blocks)
-        self.shares = self._find_shares()
+        self.shares = find_shares(model, self.styles, axis.size)
         self._heads = self._find_heads()
-        self._region = Region(axis, device)
+        self._region = Region(axis, device, overlap)
         self.summed: dict[nn.Parameter, None] = {}
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooks: list[Any] = []
 
     def cut(self) -> None:
-        """Make this rank's part of every parameter its data, and the modules compute with it."""
+        """Make this rank's part of every parameter its data, where it is not yet, and the modules compute with it."""
         for number, (name, style) in enumerate(self.styles.items()):
             module: Any = self.model.get_submodule(name)
             part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
             if style.kind == "head":
-                part.features, part.apart = features_of(module)[1], self._loss_parallel
-                part.begin = self.shares[f"{name}.weight"].span(self.axis.rank)[0]
-            elif style.kind == "keys":
-                part.features = features_of(module)[1] * style.copies // self.axis.size
-                part.begin = self.axis.rank // style.copies * part.features
+                [part.features] = self.shares[f"{name}.weight"].segments
+                part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
+            elif style.copies > 1:
+                part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
+                part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
             elif style.kind in ("summed", "sequence"):
                 self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._are_summed([module.bias])
-            if style.kind in ("colwise", "keys", "head") and is_conv1d(module):
+            if style.kind in ("colwise", "keys", "fused", "head") and is_conv1d(module):
                 self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
             if style.kind == "heads":
                 self._change(module, num_heads=module.num_heads // self.axis.size)
                 become(module, Heads, part)
+            if style.kind == "experts":
+                self._change(module, **shared_width(module, self.shares[f"{name}.down_proj"].shape[2], self.axis.size))
+                become(module, Experts, part)
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)
         self._open_scopes()
@@ -154,44 +162,18 @@ class TensorParallel(Uncut):
             hook.remove()
         self._changed, self._hooks = [], []
 
-    def _find_shares(self) -> dict[str, Shares]:
-        cut: dict[int, tuple[str, Shares]] = {}
-        for name, style in self.styles.items():
-            module = self.model.get_submodule(name)
-            for one in cuts_of(module, style, self.axis.size):
-                parameter, full = module._parameters[one.leaf], f"{name}.{one.leaf}"
-                other, shares = cut.setdefault(id(parameter), (full, one.shares))
-                if shares != one.shares:
-                    raise ValueError(f"tensor_plan cuts `{other}` and `{full}`, which are one parameter, in two ways.")
-        self._refuse_ties(cut)
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name: cut[id(parameter)][1] for name, parameter in named if id(parameter) in cut}
-
     def _find_heads(self) -> dict[str, dict[str, int]]:
         """The modules that hold column-wise ones, and this rank's counts of heads in them."""
         found: dict[str, dict[str, int]] = {}
         for full, style in self.styles.items():
-            if style.kind in ("colwise", "keys"):
+            if style.kind in ("colwise", "keys", "fused"):
                 name = full.rpartition(".")[0]
                 module = self.model.get_submodule(name)
                 if name not in found:
                     found[name] = shared_heads(module, name, self.axis.size)
-                if style.kind == "keys":
+                if style.copies > 1:
                     found[name] |= groups_of(module, style.copies)
         return found
-
-    def _refuse_ties(self, cut: dict[int, tuple[str, Shares]]) -> None:
-        """A parameter that is cut in one module cannot be whole in another."""
-        for name, module in self.model.named_modules():
-            style = self.styles.get(name)
-            own = {one.leaf for one in cuts_of(module, style, self.axis.size)} if style else set()
-            for leaf, parameter in module._parameters.items():
-                # A parameter that another module registers as a bare one beside (BERT's head bias) is only named there.
-                if id(parameter) in cut and leaf not in own and "forward" in vars(type(module)) and _is_leaf(module):
-                    raise ValueError(
-                        f"tensor_plan cuts `{cut[id(parameter)][0]}`, which `{name}` has too. Cut both (an embedding"
-                        ' and its head: "vocab"), or none.'
-                    )
 
     def _cut_embedding(self, name: str, module: Any, part: Part) -> None:
         begin, end = self.shares[f"{name}.weight"].span(self.axis.rank)
@@ -252,7 +234,8 @@ class TensorParallel(Uncut):
             if own_class(module) in kinds or any(isinstance(p, Phantom) for p in held.values()):
                 continue
             kinds.add(own_class(module))
-            shapes = {n: tuple(p.shape) for n, p in held.items()}
+            cut = {n: self.shares.get(f"{name}.{n}") for n in held}
+            shapes = {n: tuple(p.shape) if (of := cut[n]) is None else of.shape for n, p in held.items()}
             were = {n: (own_class(m), changed.get(id(m), {})) for n, m in module.named_modules()}
             checks[name] = Check(name, self.axis.size, self.part, shapes, were)
         return checks
@@ -261,7 +244,3 @@ class TensorParallel(Uncut):
         if attributes:
             self._changed.append((module, {name: getattr(module, name) for name in attributes}))
         module.__dict__.update(attributes)
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None

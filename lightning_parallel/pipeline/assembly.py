@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
+from lightning_parallel.pipeline.early_cuts import EarlyCuts
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradient_sums import GradientSums
 from lightning_parallel.pipeline.gradients import FreshGradients
@@ -123,20 +124,21 @@ class Pipeline(SharedParameters):
         self._refuse_other_cut()
         seed = self._agree_on_seed()
         self.table.drop_foreign(self.device)
+        self._cuts = EarlyCuts(self._over_tensor, self.tensor)
         divided = self._make_in_parts(seed)
-        self.table.materialize(self.device, seed)
-        load_noted(self.model)
+        self.table.materialize(self.device, seed, made=self._cuts.made)
+        load_noted(self.model, self._over_tensor.part)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
         self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]
+        self._cuts.take(self.own, self.device, divided)
         self.to_device(self.device)
         self._groups = self._open_groups()
         self._equalize_shared()
-        values = [p.data for _, p in self.own if p not in divided] + self.own_buffers()
-        self.data.equalize(values)
+        self.tensor.equalize(self.own_buffers())
+        self.data.equalize([p.data for _, p in self.own if p not in divided] + self.own_buffers())
         if divided and self._divide is not None:
             self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
-        self.tensor.equalize(values)
         self._over_tensor.cut()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
 
@@ -147,13 +149,13 @@ class Pipeline(SharedParameters):
         still to come.
         """
         divided: set[nn.Parameter] = set()
-        if self._divide is None or self.data.size == 1 or self.tensor_size > 1 or self.num_replicas > 1:
+        if self._divide is None or self.data.size == 1 or self.num_replicas > 1:
             return divided
         blocks = [] if has_noted(self.model) else self.table.parts()
         if blocks:
-            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks))
+            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks), self._cuts.made)
         for block in blocks:
-            self.table.materialize(self.device, seed, partial(_within, modules=[block]))
+            self.table.materialize(self.device, seed, partial(_within, modules=[block]), self._cuts.made)
             made = [p for p in self.model.get_submodule(block).parameters() if not p.is_meta]
             self._divide(self, made)
             divided.update(made)

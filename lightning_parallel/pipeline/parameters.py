@@ -162,13 +162,21 @@ class ParameterTable:
             return []
         return [unit.name for unit in sorted(units, key=lambda unit: -(unit.block or 0))]
 
-    def materialize(self, device: torch.device, seed: int, wanted: Callable[[str], bool] = lambda module: True) -> None:
+    def materialize(
+        self,
+        device: torch.device,
+        seed: int,
+        wanted: Callable[[str], bool] = lambda module: True,
+        made: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
+    ) -> None:
         """Give this rank's meta parameters memory and initial values, module by module, whatever the layout.
 
         Args:
             device: where.
             seed: of the initial values.
             wanted: asked with a module's name.
+            made: told of a parameter that has its initial values, before the next module's get memory; not of those
+                that several modules have.
 
         Raises:
             ValueError: a module holds meta parameters and nothing says how to initialise them.
@@ -189,6 +197,9 @@ class ParameterTable:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 torch.manual_seed(mix(seed, index))
                 self._initializer(name, module)()
+            for full in (f"{name}.{leaf}" if name else leaf for leaf in own):
+                if len(self.by_name[full].names) == 1:
+                    made(full, self.model.get_parameter(full))
 
     def _initializer(self, name: str, module: nn.Module) -> Callable[[], object]:
         if callable(getattr(module, "reset_parameters", None)):

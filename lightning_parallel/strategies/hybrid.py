@@ -24,6 +24,7 @@ from lightning_parallel.pipeline.early_sums import Round, last_action
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
+from lightning_parallel.trainer.summaries import count_whole
 from lightning_parallel.zero.activation_checkpoints import ShardedInputs
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.elementwise import refuse_optimizer
@@ -131,6 +132,11 @@ class HybridStrategy(DividedPipeline):
         super().setup_environment()
         rank_zero_info(table(self.axes()))
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.axis_size("tensor") > 1:
+            count_whole(trainer)
+
     def _default_microbatches(self) -> int:
         if self.num_ranks == 1 and self.num_microbatches is None and isinstance(self.schedule, str):
             return 1
@@ -154,6 +160,7 @@ class HybridStrategy(DividedPipeline):
                 self.tensor_plan,
                 self.sequence_parallel,
                 self.loss_parallel,
+                overlap=not any(action.kind == "I" for row in self._full_schedule().actions for action in row),
             )
         return super()._assemble()
 

@@ -60,9 +60,7 @@ class DividedCheckpoints(PipelineStrategy):
         }
 
     def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        if self._states is None:
-            return super()._to_save(own)
-        return own if self.pipeline.tensor.place == 0 else {}
+        return super()._to_save(own) if self._states is None else own  # copies have dealt them out
 
     def _states_of(self, optimizer: Optimizer) -> States:
         if self._states is None:

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import (
@@ -22,6 +24,8 @@ from lightning_parallel.checkpoint.full import (
     own_state_dict,
 )
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
+from lightning_parallel.checkpoint.slices import Slice
+from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
@@ -54,7 +58,7 @@ class PipelineCheckpoints(FileOrFolder):
             return super().lightning_module_state_dict()
         state = self._module_state()
         if self.state_dict_type == "sharded":
-            return self._to_save(own_state_dict(state, self.pipeline.table, self.tensor))
+            return self._to_save(own_state_dict(state, self.pipeline.table))
         return self._whole(state)
 
     def _module_state(self) -> Mapping[str, Any]:
@@ -64,7 +68,33 @@ class PipelineCheckpoints(FileOrFolder):
 
     def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """Of what this rank's stages have, what this rank saves in a folder: the first copy saves all."""
-        return own if self.pipeline.copy == 0 else {}
+        return own if self.pipeline.data.place == 0 else {}
+
+    def _written(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Slices of what the tensor axis cut; what is whole the axis's first rank writes."""
+        tensor, found = self.pipeline.tensor, dict[str, Any]()
+        for name, value in flat.items():
+            shares = self._shares_of(name)
+            if shares is not None and getattr(value, "shape", None) == shares.local_shape(tensor.place):
+                found[name] = Slice(shares, tensor.place, value)
+            elif tensor.place == 0:
+                found[name] = value
+        return found
+
+    def _room(self, name: str, kind: TensorStorageMetadata) -> Slice | None:
+        """Where this rank reads its part of what the tensor axis cuts."""
+        shares, place = self._shares_of(name), self.pipeline.tensor.place
+        if shares is None or tuple(kind.size) != shares.shape:
+            return None
+        return Slice(shares, place, torch.empty(shares.local_shape(place), dtype=kind.properties.dtype))
+
+    def _shares_of(self, name: str) -> Shares | None:
+        """How the tensor axis cuts a folder's tensor of that name."""
+        kind, _, key = name.partition("/")
+        if kind == "optimizer":
+            number, parameter, _ = key.split("/", 2)
+            key = [*self._pruned.values()][int(number)].names[int(parameter)]
+        return self.tensor.shares.get(key)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the model, or of a callback's copy of it, made whole on global rank 0."""
@@ -104,7 +134,7 @@ class PipelineCheckpoints(FileOrFolder):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._pipeline is not None and is_sharded(Path(checkpoint_path)):
-            return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only))
+            return load_sharded(Path(checkpoint_path), self._holds, as_lightning_reads(weights_only), room=self._room)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _holds(self, name: str) -> bool:

@@ -1,7 +1,9 @@
 """Modules cut over a tensor axis compute what one process computes: outputs, gradients made whole, weights."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.demo.gpt import GPT
-from lightning_parallel.parallel.axis import TensorAxis
+from lightning_parallel.parallel.axis import Sum, TensorAxis
 from lightning_parallel.parallel.logits import VocabLogits
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
 from tests.harness import run_ranks
@@ -21,6 +23,10 @@ from tests.trainer.architectures import BERT, DECODER, VIT
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 # Adam divides by the root of the second moment: a gradient that nearly vanishes is all rounding, and decides a step.
 ADAM = {"rtol": 1e-3, "atol": 2e-5}
+MIXTRAL = {
+    **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
@@ -87,6 +93,32 @@ class Torch(nn.Module):
         return self.head(y + z.transpose(0, 1) + weights.sum(-1, keepdim=True) * weights.amax(-1, keepdim=True))
 
 
+class Grouped(nn.Module):
+    """Attention of four heads to one or two heads of keys, all made by one product."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, keys, 4
+        self.qkv, self.out = nn.Linear(16, (4 + 2 * keys) * 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).split([count * self.head_dim for count in heads], -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def grouped(keys: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(17, 16), Grouped(keys), nn.LayerNorm(16), Grouped(keys), nn.Linear(16, 17))
+
+
+def next_tokens(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
 Make = Callable[[], nn.Module]
 Loss = Callable[[Any], Tensor]
 MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
@@ -128,6 +160,18 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 2,
     ),
+    "gemma2": (  # norms in front of and behind attention and perceptron
+        lambda: build("Gemma2ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 4, "vocab_size": 17}),
+        causal,
+        2 * 7 + 1,
+    ),
+    "one product, one head of keys": (lambda: grouped(1), next_tokens, 2 * 3 + 3),
+    "one product, two heads of keys": (lambda: grouped(2), next_tokens, 2 * 3 + 3),
+    "mixtral": (  # with the router's own loss
+        lambda: build("MixtralForCausalLM", MIXTRAL),
+        causal,
+        2 * (4 + 2) + 2,
+    ),
     "bert": (
         lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
         lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
@@ -135,7 +179,7 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
     ),
     "torch": (
         Torch,
-        lambda model: F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()),
+        next_tokens,
         (3 + 3) + (3 + 2 * 3) + 2 + 3,
     ),
     "vit": (
@@ -146,7 +190,16 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
 }
 
 
-QUICK = ("gpt", "gpt2", "llama", "llama, one head of keys", "bert", "t5")  # of these the default tests have enough
+QUICK = (
+    "gpt",
+    "gpt2",
+    "llama",
+    "llama, one head of keys",
+    "bert",
+    "t5",
+    "mixtral",
+    "one product, one head of keys",
+)  # of these the default tests have enough
 
 
 def steps(
@@ -240,6 +293,7 @@ def check(name: str, size: int, **options: Any) -> None:
         "qwen3, one head of keys",
         "qwen2, two heads of keys",
         "t5",
+        "one product, two heads of keys",
     ],
 )
 def test_four_ranks_are_one_process(name):
@@ -303,12 +357,38 @@ def test_without_dropout_inside_what_is_drawn_is_what_one_process_draws():
         ({"norm": "summed"}, 2, r"cuts no module of GPT over 2 ranks"),
         ("auto", 3, r"`blocks.0.qkv` has 16 features to cut, which 3 ranks"),
         ("auto", 8, r"`blocks.0` has num_heads=4, which 8 ranks of the tensor axis do not divide"),
+        ({"blocks.*": "experts"}, 2, r"makes `blocks.0` \(Block\) \"experts\", whose parameters .*norm_1.weight"),
         ({"embedding": "vocab", "blocks.*.up": "colwise"}, 2, r"cuts `embedding.weight`, which `head` has too"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(plan, size, words):
     with pytest.raises(ValueError, match=words):
         TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "words"),
+    [
+        ({"intermediate_size": 33}, {}, "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"),
+        ({}, {"sequence_parallel": True}, "`model.layers.0.mlp.gate` (MixtralTopKRouter) has parameters, is cut by no"),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused(options, more, words):
+    model = build("MixtralForCausalLM", {**MIXTRAL, **options})
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
+
+
+def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
+    words = "`1.qkv` has 32 features of 4 + 2 + 2 heads of query, key and value, which 8 ranks"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(grouped(2), TensorAxis(0, 8), torch.device("cpu"), {"*.qkv": "colwise:4+2+2"})
+
+
+def test_norms_of_all_heads_together_are_refused():
+    words = "`model.layers.0.self_attn.q_norm` (Olmo2RMSNorm) normalises 16 features of all heads together, of which"
+    with pytest.raises(ValueError, match=re.escape(f"{words} each of 2 ranks of the tensor axis has 8.")):
+        TensorParallel(build("Olmo2ForCausalLM", DECODER), TensorAxis(0, 2), torch.device("cpu"))
 
 
 def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
@@ -369,7 +449,11 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys"))],
+    [
+        "gpt",
+        "gemma2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys")),
+    ],
 )
 def test_slices_of_the_sequence_are_one_process(name):
     check(name, 2, sequence_parallel=True)
@@ -440,3 +524,50 @@ def test_logits_apart_are_gathered_for_anything_but_their_loss():
         torch.testing.assert_close(smooth[0], smooth[1], **CLOSE)
 
     run_ranks(run, 2)
+
+
+class Heard(TensorAxis):
+    """An axis that notes when sums of a backward begin and when they are waited for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.heard: list[str] = []
+
+    def begin_all_reduce(self, x: Tensor) -> Any:
+        self.heard.append("sum begins")
+        coming = super().begin_all_reduce(x)
+        return Sum(coming, self._noted)
+
+    def weight(self, name: str, gradient: Tensor) -> None:
+        self.heard.append(name)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        self.heard.append("sum is waited for")
+        yield
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_weights_gradients_are_made_while_gradients_of_inputs_are_summed(name):
+    """Of each scope the first product (all there is in a GPT's); the others' come before, see `overlap`."""
+    make, loss_of, _ = MODELS[name]
+    torch.manual_seed(1)
+    model = make()
+
+    def run(rank: int) -> list[str]:
+        axis = Heard(rank, 2)
+        tensor = TensorParallel(model, axis, torch.device("cpu"))
+        tensor.cut()
+        for column, style in tensor.styles.items():
+            if style.kind in ("colwise", "keys"):
+                leaf = column.rpartition(".")[2]
+                model.get_submodule(column).weight.register_hook(partial(axis.weight, leaf))
+        loss_of(model).backward()
+        return axis.heard
+
+    begins, ends = "sum begins", "sum is waited for"
+    layer = {"gpt": [["up"], ["qkv"]], "llama": [["up_proj", "gate_proj"], ["v_proj", "k_proj", "q_proj"]]}[name]
+    for heard in run_ranks(run, 2):
+        count = heard.count("sum begins")
+        expected = [word for scope in layer for word in (*scope[:-1], begins, scope[-1], ends)]
+        assert count and heard == expected * (count // len(layer))

@@ -1,5 +1,6 @@
 """A stage that is built without memory is made and divided block by block: no rank ever holds it whole."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lightning_parallel import load_weights
 from lightning_parallel.demo.gpt import GPT
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
-from tests.trainer.pipelines import one_process
+from tests.trainer.pipelines import Record, one_process
 
 BLOCKS = 8
 
@@ -42,27 +44,76 @@ class Late(LightningModule):
             self.counts.append(sum({storage._cdata: storage.nbytes() for storage in own}.values()))
 
 
+class LateSGD(Late):
+    """A bias of keys has no gradient but rounding, which AdamW makes a step of: sums over a tensor axis round anew."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
 def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
     own = [(entry.name, p.nbytes) for entry, p in trainer.strategy.pipeline.own]
     return module.counts, sum(n for name, n in own if name.startswith("blocks.")), sum(n for _, n in own)
 
 
+ZERO = {"zero_stage": 3, "gather": "microbatch"}
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
-        Mesh(2, 2, 1, {"zero_stage": 3, "gather": "microbatch", "schedule": "zb_v"}),
+        Mesh(2, 2, 1, {**ZERO, "schedule": "zb_v"}),
+        Mesh(1, 2, 2),
         pytest.param(Mesh(2, 1, 1, {"zero_stage": 3}), marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 1, 2, ZERO), marks=pytest.mark.slow),
     ],
-    ids=["microbatch", "step"],
+    ids=["microbatch", "tensor", "step", "microbatch, tensor"],
 )
 def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
-    case = gpt_case().but(make=Late, at_end=counts)
+    case = gpt_case().but(make=Late if mesh.tensor == 1 else LateSGD, at_end=counts)
     [records] = on_meshes([(case, mesh)])
+    assert_never_whole(records, mesh)
+    reference = one_process(case.but(initial=records[0].initial, at_end=None))
+    assert_one_process(records, reference, mesh)
+
+
+def assert_never_whole(records: Sequence[Record], mesh: Mesh) -> None:
+    """A rank held its parts of the blocks before, one block, what lies outside, and padding.
+
+    Blocks are cut over the tensor axis product by product: of the last product (64 to 16 features) it held the whole.
+    """
     for record in records:
         seen, blocks, whole = record.extra
         held = BLOCKS // mesh.pipeline
         assert len(seen) == held
-        for number, nbytes in enumerate(seen):  # a half of those before, one block, what lies outside, and padding
-            assert nbytes <= (number / 2 + 1) * blocks / held + (whole - blocks) + 64 * (number + 1)
-    reference = one_process(case.but(initial=records[0].initial, at_end=None))
-    assert_one_process(records, reference, mesh)
+        outside, product = (whole - blocks) * mesh.tensor, 64 * 16 * 4 * (1 - 1 / mesh.tensor)
+        for number, nbytes in enumerate(seen):
+            before = number / mesh.data * blocks / held
+            assert nbytes <= before + blocks / held + product + outside + 64 * (number + 1)
+
+
+class Loaded(Late):
+    """Takes its weights from a file where it builds its layers."""
+
+    path = ""
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().configure_model()
+            load_weights(self, self.path)
+
+
+def test_of_weights_from_a_file_a_rank_keeps_its_slices(tmp_path):
+    built = gpt(num_blocks=BLOCKS)
+    torch.save(built.state_dict(), tmp_path / "weights.pt")
+
+    def make() -> Loaded:
+        module = Loaded()
+        module.path = str(tmp_path / "weights.pt")
+        return module
+
+    mesh = Mesh(1, 2, 2)
+    [records] = on_meshes([(gpt_case().but(make=make, at_end=counts), mesh)])
+    assert_never_whole(records, mesh)
+    for name, value in built.state_dict().items():
+        torch.testing.assert_close(records[0].initial[name], value, rtol=0, atol=0)

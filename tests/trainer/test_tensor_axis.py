@@ -126,17 +126,29 @@ def saver(path: Any) -> Any:
     return lambda trainer, module: trainer.save_checkpoint(path)
 
 
+class Counts(callbacks.ModelSummary):
+    """Keeps what the summary would show."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        shown = self._summary(trainer, pl_module)
+        self.shown = [shown.total_parameters, shown.trainable_parameters, shown.model_size, *shown.param_nums]
+        self.held = sum(p.numel() for p in pl_module.parameters())
+
+
 def test_after_fit_every_rank_has_whole_weights_and_may_go_on(tmp_path):
     def after(trainer: Any, module: Any) -> Any:
         trainer.save_checkpoint(tmp_path / "after.ckpt")
         [scores] = trainer.validate(module, token_loader(), verbose=False)
-        return {name: p.detach().clone() for name, p in module.named_parameters()}, scores
+        [counts] = [callback for callback in trainer.callbacks if isinstance(callback, Counts)]
+        assert counts.held == sum(p.numel() for p in module.parameters())
+        return {name: p.detach().clone() for name, p in module.named_parameters()}, scores, counts.shown
 
-    case = gpt_case(limit_val_batches=2).but(make=whole_gpt, after=after, validate=True)
+    case = gpt_case(limit_val_batches=2, callbacks=lambda: [Counts()]).but(make=whole_gpt, after=after, validate=True)
     [records] = on_meshes([(case, Mesh(1, 1, 2))])
     reference = one_process(case)
     for record in records:
         torch.testing.assert_close(record.extra[0], reference.extra[0], **ADAM)
+        assert record.extra[2] == reference.extra[2]
         torch.testing.assert_close(record.extra[1]["val_loss"], reference.extra[1]["val_loss"], rtol=1e-4, atol=0)
     saved = torch.load(tmp_path / "after.ckpt", weights_only=False)
     torch.testing.assert_close(saved["state_dict"]["blocks.0.qkv.weight"], records[1].extra[0]["blocks.0.qkv.weight"])
