@@ -25,9 +25,10 @@ from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.mesh import grid
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank, without_memory
+from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
+from lightning_parallel.pipeline.memoryless import without_memory
 from lightning_parallel.pipeline.partition import PARTITIONS, Partition
 from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
 from lightning_parallel.pipeline.random_streams import share_generators
