@@ -6,15 +6,15 @@ know one of the two, the strategy above asks in terms of stages. No Lightning he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.weights import has_noted, load_noted
+from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
@@ -29,6 +29,7 @@ from lightning_parallel.pipeline.gradient_sums import GradientSums
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.links import Links
+from lightning_parallel.pipeline.memoryless import make_in_parts, materialize
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
@@ -125,8 +126,10 @@ class Pipeline(SharedParameters):
         seed = self._agree_on_seed()
         self.table.drop_foreign(self.device)
         self._cuts = EarlyCuts(self._over_tensor, self.tensor)
-        divided = self._make_in_parts(seed)
-        self.table.materialize(self.device, seed, made=self._cuts.made)
+        divided = set[nn.Parameter]()
+        if self._divide is not None and self.data.size > 1 and self.num_replicas == 1:
+            divided = make_in_parts(self.table, self.device, seed, partial(self._divide, self), self._cuts.made)
+        materialize(self.table, self.device, seed, made=self._cuts.made)
         load_noted(self.model, self._over_tensor.part)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
@@ -141,25 +144,6 @@ class Pipeline(SharedParameters):
             self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
         self._over_tensor.cut()
         return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
-
-    def _make_in_parts(self, seed: int) -> set[nn.Parameter]:
-        """Make blocks that have no memory yet, one after the other, and divide each over the copies: which were.
-
-        What lies outside of blocks is made first: its modules may initialise what is inside of them, which is then
-        still to come.
-        """
-        divided: set[nn.Parameter] = set()
-        if self._divide is None or self.data.size == 1 or self.num_replicas > 1:
-            return divided
-        blocks = [] if has_noted(self.model) else self.table.parts()
-        if blocks:
-            self.table.materialize(self.device, seed, lambda name: not _within(name, blocks), self._cuts.made)
-        for block in blocks:
-            self.table.materialize(self.device, seed, partial(_within, modules=[block]), self._cuts.made)
-            made = [p for p in self.model.get_submodule(block).parameters() if not p.is_meta]
-            self._divide(self, made)
-            divided.update(made)
-        return divided
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
@@ -252,10 +236,6 @@ class Pipeline(SharedParameters):
         return int(seed)
 
 
-def _within(name: str, modules: Sequence[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
 def rows_by_rank(schedule: Schedule) -> list[int]:
     """The row of each rank of a model copy: the row of the last stage comes first, its neighbours before it follow.
 
@@ -265,20 +245,3 @@ def rows_by_rank(schedule: Schedule) -> list[int]:
     """
     last, count = schedule.placement[0, schedule.num_stages - 1], schedule.num_ranks
     return list(range(count)) if last == 0 else [(last - rank) % count for rank in range(count)]
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Parameters registered inside get no memory (they land on the meta device); buffers stay real."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.partition import Layout
 from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
-from lightning_parallel.pipeline.random_streams import mix
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class ParameterTable:
         stages: dict[int, set[int]] = {}
         bare: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            unit = next((u for u in _prefixes(name) if u in stage_of_unit), None)
+            unit = next((u for u in prefixes(name) if u in stage_of_unit), None)
             names.setdefault(id(parameter), []).append(name)
             bare |= {id(parameter)} if unit is None else set()
             stages.setdefault(id(parameter), set()).update(every if unit is None else (stage_of_unit[unit],))
@@ -106,7 +105,7 @@ class ParameterTable:
         of_unit = {unit.name: unit.block for unit in self.layout.units}
         found: dict[str, int] = {}
         for entry in self.entries:
-            units = {next((u for u in _prefixes(name) if u in of_unit), "") for name in entry.names}
+            units = {next((u for u in prefixes(name) if u in of_unit), "") for name in entry.names}
             block = of_unit.get(units.pop()) if len(units) == 1 else None
             if block is not None:
                 found[entry.name] = block
@@ -147,72 +146,6 @@ class ParameterTable:
                     if id(module) not in mine and buffer is not None and not isinstance(buffer, Phantom):
                         origin = f"buffer `{name}.{leaf}` of stage {unit.stage}"
                         module._buffers[leaf] = Phantom(buffer.to("meta"), device, origin)
-
-    def parts(self) -> list[str]:
-        """The names of the blocks in which all of this rank's parameters without memory lie that can be made block by
-        block, in the order in which a backward is done with them; none where that cannot be.
-
-        It cannot where some parameters have memory already, or a block shares some with what lies outside.
-        """
-        own, blocks = list(self.own()), self.blocks()
-        units = [unit for unit in self.layout.units if unit.block is not None and self.holds_stage(unit.stage)]
-        shared = [name for entry, _ in own if entry.name not in blocks for name in entry.names]
-        shares = any(f"{name}.".startswith(f"{unit.name}.") for unit in units for name in shared)
-        if shares or not all(parameter.is_meta for _, parameter in own):
-            return []
-        return [unit.name for unit in sorted(units, key=lambda unit: -(unit.block or 0))]
-
-    def materialize(
-        self,
-        device: torch.device,
-        seed: int,
-        wanted: Callable[[str], bool] = lambda module: True,
-        made: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
-    ) -> None:
-        """Give this rank's meta parameters memory and initial values, module by module, whatever the layout.
-
-        Args:
-            device: where.
-            seed: of the initial values.
-            wanted: asked with a module's name.
-            made: told of a parameter that has its initial values, before the next module's get memory; not of those
-                that several modules have.
-
-        Raises:
-            ValueError: a module holds meta parameters and nothing says how to initialise them.
-        """
-        memo: dict[int, Tensor] = {}
-        for index, (name, module) in enumerate(self.model.named_modules()):
-            own = [leaf for leaf, p in module._parameters.items() if p is not None and p.is_meta and not _is_foreign(p)]
-            if not own or not wanted(name):
-                continue
-            for leaf in own:
-                parameter = module._parameters[leaf]
-                assert parameter is not None
-                if id(parameter) not in memo:
-                    memo[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device=device), parameter.requires_grad
-                    )
-                module._parameters[leaf] = memo[id(parameter)]
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                torch.manual_seed(mix(seed, index))
-                self._initializer(name, module)()
-            for full in (f"{name}.{leaf}" if name else leaf for leaf in own):
-                if len(self.by_name[full].names) == 1:
-                    made(full, self.model.get_parameter(full))
-
-    def _initializer(self, name: str, module: nn.Module) -> Callable[[], object]:
-        if callable(getattr(module, "reset_parameters", None)):
-            return module.reset_parameters  # type: ignore[return-value]
-        for prefix in _prefixes(name):
-            owner = self.model.get_submodule(prefix)
-            if callable(getattr(owner, "_init_weights", None)):
-                return lambda: owner._init_weights(module)  # type: ignore[operator]
-        raise ValueError(
-            f"Module `{name}` ({type(module).__name__}) was built without memory in configure_model() and has no"
-            " reset_parameters() to give its own parameters their initial values. Define it, or build the module in"
-            " __init__."
-        )
 
 
 def sum_shared_gradients(
@@ -260,11 +193,7 @@ def total_norm(
     return local.pow(1.0 / norm_type)
 
 
-def _is_foreign(parameter: Tensor) -> bool:
-    return isinstance(parameter, ForeignParameter)
-
-
-def _prefixes(name: str) -> Iterator[str]:
+def prefixes(name: str) -> Iterator[str]:
     """`a.b.c` -> `a.b.c`, `a.b`, `a`, longest first."""
     while name:
         yield name

@@ -156,6 +156,8 @@ class Seat(Receiving):
         if work.windows is not None and self.cut.recomputes_stage(self.stage):
             work.windows.turn(self.stage)
         if gradients and held.run is not None:
+            if work.windows is not None:
+                work.windows.expect(held.roots())
             with held.run.replay(), work.early.backward(action) if work.early is not None else nullcontext():
                 if deferred is None:
                     torch.autograd.backward(held.roots(), gradients)

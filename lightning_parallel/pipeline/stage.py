@@ -279,7 +279,7 @@ class StageRun:
             return self._compute_whole(hook, module, args, kwargs, before_this)
         with windows.at_work(hook.unit.block, again=self._replaying) as watch:
             result = self._compute_whole(hook, module, args, kwargs, before_this)
-            if torch.is_grad_enabled():
+            if self._replaying and torch.is_grad_enabled():
                 watch((result, list(tensor_attributes(owner).values())))
         return result
 

@@ -21,8 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.assembly import Pipeline, without_memory
+from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.pipeline.early_sums import Round
+from lightning_parallel.pipeline.memoryless import without_memory
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
 from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints

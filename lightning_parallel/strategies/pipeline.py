@@ -21,9 +21,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.pipeline.assembly import without_memory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
+from lightning_parallel.pipeline.memoryless import without_memory
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Schedule

@@ -2,7 +2,7 @@
 
 The one idea: the memory of the whole bucket comes and goes, the tensors that autograd has saved of it stay what they
 are. A rank keeps its part; `open` gives the bucket memory and gathers all parts into it, `close` takes the memory away.
-While it is closed, parameters have their shape and dtype and read NaN, and writing to them raises.
+While it is closed, parameters have their shape and dtype, and reading or writing them raises (see `closed.py`).
 
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; that saved tensors outlive the memory is as PyTorch's
 FullyShardedDataParallel does it (Zhao et al., arXiv 2304.11277, section 4.2).
@@ -10,12 +10,14 @@ FullyShardedDataParallel does it (Zhao et al., arXiv 2304.11277, section 4.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.closed import close, reopen
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 
 
@@ -24,9 +26,11 @@ class GatheredBucket(Bucket):
 
     Attributes:
         is_open: whether the parameters have memory; `arrive` says when they are whole.
+        names: of the parameters, for messages.
     """
 
     is_open = True
+    names: Sequence[str] = ()
     _gathering: Any = None
 
     def _own_part(self) -> Tensor:
@@ -43,6 +47,7 @@ class GatheredBucket(Bucket):
         self.is_open = True
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
+            reopen(parameter)
             parameter.data = view
         self._gathering = all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
 
@@ -58,9 +63,10 @@ class GatheredBucket(Bucket):
             self.arrive()
             self.is_open = False
             self._closed.fill_(float("nan"))
-            for parameter in self.parameters:
-                place = self._closed.storage_offset()
+            place = self._closed.storage_offset()
+            for parameter, name in zip(self.parameters, self.names, strict=True):
                 parameter.data = self._closed.as_strided(parameter.shape, [0] * parameter.dim(), place)
+                close(parameter, name)
             self.flat.untyped_storage().resize_(0)
 
     def gather(self, traffic: Traffic) -> Any:

@@ -176,9 +176,11 @@ class Partition:
             kind = GatheredBucket if options.stage == 3 else Bucket
             made.append(kind(members, self.ranks, options.master_weights, options.stage == 1, options.offload))
         broadcast_all([bucket.flat for bucket in made], self._group, self.source)
+        names = self.names
         for bucket in made:
             bucket.refresh()
             if isinstance(bucket, GatheredBucket):
+                bucket.names = [names.get(parameter, "") for parameter in bucket.parameters]
                 bucket.close()
         self.buckets += made
         self.reducer.add(made)

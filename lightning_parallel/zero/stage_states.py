@@ -127,6 +127,7 @@ class StageStates:
             ValueError: others have come to a pause, or have another number.
         """
         self.partition.reducer.meet()
+        self.windows.begin_step()
         counts = torch.tensor([batches, -batches])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.data.group)
         most, least = int(counts[0]), -int(counts[1])

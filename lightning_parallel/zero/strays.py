@@ -1,8 +1,8 @@
 """Which blocks of a model are used in other ways than by one call each, in the order in which they lie.
 
-The one idea: the forwards of one step are watched, with all parameters whole. A block that is called again, or before
-one that comes earlier, and a parameter that the step reads outside of its block's call (a norm of weights in the loss)
-are noted. Asking a parameter for its shape is no reading.
+The one idea: the forwards of one step are watched, with all parameters whole. A block that is called again, before one
+that comes earlier, or within another, and a parameter that the step reads outside of its block's call (a norm of
+weights in the loss) are noted. Asking a parameter for its shape is no reading.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ class Strays(TorchFunctionMode):
     """Watches a step.
 
     Args:
-        block_of: the number of each parameter's block.
+        place_of: of each parameter, a number of the caller's.
 
     Attributes:
-        found: numbers of blocks that are used in other ways.
+        found: numbers of blocks that are called in other ways.
+        read: stages, and places of what they read outside of calls of blocks.
     """
 
-    def __init__(self, block_of: Mapping[nn.Parameter, int]) -> None:
+    def __init__(self, place_of: Mapping[nn.Parameter, int]) -> None:
         super().__init__()
-        self._block_of, self.found = block_of, set[int]()
-        self._last, self._inside, self._was_on, self._watches = -1, 0, False, False
+        self._place_of, self.found, self.read = place_of, set[int](), set[tuple[int, int]]()
+        self._last, self._inside, self._was_on, self._watches, self._stage = -1, 0, False, False, 0
 
-    def begin(self, forward: bool) -> None:
-        """An action begins: a forward or a backward."""
-        self._last, self._watches = -1, forward
+    def begin(self, stage: int, forward: bool) -> None:
+        """An action of a stage begins: a forward or a backward."""
+        self._stage, self._last, self._watches = stage, -1, forward
 
     def end(self) -> None:
         """It is over."""
@@ -43,7 +44,7 @@ class Strays(TorchFunctionMode):
 
     def enter(self, block: int) -> None:
         """A block is called. What runs inside does not see this mode: a compiled block would be compiled for it."""
-        if block <= self._last and self._watches:
+        if (block <= self._last or self._inside) and self._watches:
             self.found.add(block)
         self._last = max(self._last, block)
         self._inside += 1
@@ -62,8 +63,8 @@ class Strays(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._watches and not self._inside and not _asks(func):
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter) and leaf in self._block_of:
-                    self.found.add(self._block_of[leaf])
+                if isinstance(leaf, nn.Parameter) and leaf in self._place_of:
+                    self.read.add((self._stage, self._place_of[leaf]))
         return func(*args, **kwargs)
 
 

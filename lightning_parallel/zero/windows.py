@@ -16,12 +16,16 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.zero.block_calls import BlockCalls
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.closed import watch_forward
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.strays import Strays
+from lightning_parallel.zero.uses import Uses
 from lightning_parallel.zero.walk import Waiting, Walk
 
 
@@ -48,23 +52,29 @@ class Windows:
         waiting: Waiting = lambda what: nullcontext(),
         block_of: Callable[[Bucket], int | None] = lambda bucket: None,
     ) -> None:
-        self._buckets, self._stages_of, self._traffic, self._waiting = buckets, stages_of, traffic, waiting
-        self._block_of = block_of
+        self._traffic, self._waiting = traffic, waiting
         self._holds = 0
         self._walk: Walk | None = None
         self._strays: Strays | None = None
-        self._kept: set[int] = set()  # blocks that are not at work in their calls alone
+        self._uses = Uses(buckets, stages_of, block_of)
+        self._asked: list[GatheredBucket] = []  # what is whole as long as the action that runs
+        self._calls = BlockCalls()
         self.passed: Callable[[int], None] | None = None
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._calls.forget()
+
     def begin(self, stage: int, forward: bool) -> None:
         """Begin to gather what an action of a stage needs at first."""
         if self._strays is not None:
-            self._strays.begin(forward)
-        for bucket in self._of(stage):
-            if self._number(bucket) is None:
-                bucket.open(self._traffic)
+            self._strays.begin(stage, forward)
+        watch_forward(forward)
+        self._asked = self._uses.of_action(stage)
+        for bucket in self._asked:
+            bucket.open(self._traffic)
         self._begin_walk(stage, forward)
 
     @property
@@ -75,9 +85,8 @@ class Windows:
     def wait(self) -> None:
         """The parameters that were asked for are whole from now on, but for blocks whose turn is to come."""
         with self._waiting("the other copies' parts of the parameters"):
-            for bucket in self._all():
-                if self._number(bucket) is None:
-                    bucket.arrive()
+            for bucket in self._asked:
+                bucket.arrive()
         if self._walk is not None:
             self._walk.arrive()
 
@@ -85,25 +94,30 @@ class Windows:
         """A forward within a backward's action is over, and the backward begins."""
         if self._strays is not None:
             self._strays.end()
+        watch_forward(False)
         self._finish_walk()
         self._begin_walk(stage, forward=False)
+
+    def expect(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+        """A backward is about to run from these roots: it is to say when it comes to a block."""
+        if self._walk is not None:
+            for block, node in self._calls.first_nodes(roots):
+                node.register_prehook(partial(self._come_to, block))
 
     def end(self, stage: int) -> None:
         """An action of a stage is over: free its parameters, unless they are held."""
         self._finish_walk()
         if self._strays is not None:
             self._strays.end()
+        watch_forward(False)
         if not self._holds:
-            for bucket in self._of(stage):
+            for bucket in self._asked:  # the way through the blocks has closed the others
                 bucket.close()
 
     def _begin_walk(self, stage: int, forward: bool) -> None:
         if self._holds:
             return
-        buckets: dict[int, list[GatheredBucket]] = {}
-        for bucket in self._of(stage):
-            if (number := self._number(bucket)) is not None:
-                buckets.setdefault(number, []).append(bucket)
+        buckets = self._uses.of_blocks(stage)
         passed = self.passed if not forward and self.passed is not None else lambda block: None
         self._walk = Walk(sorted(buckets, reverse=not forward), buckets, self._traffic, self._waiting, passed)
 
@@ -116,7 +130,7 @@ class Windows:
 
     @contextmanager
     def at_work(self, block: int, again: bool) -> Iterator[Callable[[Any], None]]:
-        """Around a block's call; what it gives is to be called with all that the block returned or left behind.
+        """Around a block's call; what it gives is to be called with what the block returned, when it computes again.
 
         Args:
             block: its number.
@@ -139,13 +153,11 @@ class Windows:
                 strays.leave()
         if walk is not None and not again:
             walk.leave(block)
+            if block not in self._uses.kept:
+                self._calls.note(block, since, _get_sequence_nr())
 
     def _watch(self, block: int, result: Any, since: int) -> None:
-        """Have the backward say when it comes to a block: before any node that the block's call made.
-
-        Autograd runs the nodes that one thread made from the last to the first, so that it is done by then with all
-        blocks that were called later.
-        """
+        """Have a backward within the backward say when it comes to a block: before the nodes that made its result."""
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 for view in (tensor, tensor._base):  # a view's own node goes where somebody writes into it
@@ -179,16 +191,14 @@ class Windows:
         Args:
             agree: for each answer, whether any copy says so; collective.
         """
-        numbers = {p: n for b in self._all() if (n := self._block_of(b)) is not None for p in b.parameters}
-        self._strays = strays = Strays(numbers)
+        places = {parameter: n for n, bucket in enumerate(self._all()) for parameter in bucket.parameters}
+        self._strays = strays = Strays(places)
         try:
             with self.whole(), strays:
                 yield
         finally:
             self._strays = None
-        blocks = sorted(set(numbers.values()))
-        found = agree([block in strays.found for block in blocks])
-        self._kept |= {block for block, stray in zip(blocks, found, strict=True) if stray}
+        self._uses.learn(strays.found, strays.read, agree)
 
     # -- all of them ---------------------------------------------------------------------------------------------------
 
@@ -218,12 +228,4 @@ class Windows:
             self.let_go()
 
     def _all(self) -> list[GatheredBucket]:
-        return [bucket for bucket in self._buckets if isinstance(bucket, GatheredBucket)]
-
-    def _of(self, stage: int) -> list[GatheredBucket]:
-        return [bucket for bucket in self._all() if stage in self._stages_of(bucket)]
-
-    def _number(self, bucket: Bucket) -> int | None:
-        """The block with which a bucket comes and goes, None where it stays for an action."""
-        number = self._block_of(bucket)
-        return None if number in self._kept else number
+        return self._uses.buckets

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.demo.gpt import GPT, Block
+from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline.weight_grad import waiting
 from lightning_parallel.zero import collectives
 from tests.trainer.hybrids import Mesh, gpt_case, on_meshes
@@ -71,6 +72,26 @@ class Weighed(GPT):
         return self.head(self.norm(x)) + 1e-3 * self.blocks[BLOCKS - 1].up.weight.square().sum()
 
 
+class Noted(Block):
+    """Puts what it made inside into a list of the model's."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.norm_1.register_forward_hook(lambda module, args, result: self.list.append(result))
+        self.list: list[Tensor] = []
+
+
+class Inside(GPT):
+    """The loss is made of what is inside the last block, and not of what it returns."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks[BLOCKS - 1] = Noted(16, 2, 0.0)
+
+    def _loss(self, batch: Any) -> Tensor:
+        return super()._loss(batch).detach() + self.blocks[BLOCKS - 1].list.pop().square().mean()
+
+
 class Low(nn.Module):
     """A product of a sum of a weight and of a product of two."""
 
@@ -97,6 +118,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "stages computed again": (gpt(), {"recompute": "stage"}),
     "the user's checkpoints": (gpt(InPairs), {}),
     "weights made of weights": (gpt(Adapted), {}),
+    "what is inside a block": (gpt(Inside), {}),
     "weights read outside, views written to": (gpt(Weighed), {}),
 }
 
@@ -121,7 +143,7 @@ def test_by_block_is_by_step_to_the_bit(schedule: str):
 
 def kept(trainer: Trainer, module: LightningModule) -> set[int]:
     """Which blocks were found not to be at work in their calls alone."""
-    return trainer.strategy._states.windows._kept
+    return trainer.strategy._states.windows._uses.kept
 
 
 def assert_equal(ours: Record, theirs: Record, what: str) -> None:
@@ -132,6 +154,48 @@ def assert_equal(ours: Record, theirs: Record, what: str) -> None:
         assert state.keys() == other.keys()
         for number, fields in other.get("state", {}).items():
             assert all(torch.equal(state["state"][number][field], value) for field, value in fields.items())
+
+
+class OfAnother(GPT):
+    """What comes behind the last block reads weights of the first, whose stage lies on the same rank in a V."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inner = super().forward(tokens)
+        return inner + 1e-3 * self.blocks[0].up.weight.square().sum() + 1e-3 * self.embedding.weight.square().sum()
+
+
+def test_a_stage_may_read_weights_of_another_on_its_rank():
+    case = gpt_case(gradient_clip_val=None).but(make=gpt(OfAnother, tie_embeddings=False))
+    ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})
+    by_step, by_block = on_meshes([(case, Mesh(2, 2, 1, {"schedule": "zb_v", **way})) for way in ways])
+    for ours, theirs in zip(by_block, by_step, strict=True):
+        assert_equal(ours, theirs, "weights of another stage")
+
+
+class Later(GPT):
+    """Reads a weight beside its block's call from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.blocks[0].up.weight.square().sum() if batch_idx else loss
+
+
+def reads_between_steps(trainer: Trainer, module: LightningModule) -> str:
+    weight = module.blocks[0].up.weight
+    assert weight.shape == (64, 16) and isinstance(weight, nn.Parameter) and weight.grad is not None
+    with trainer.strategy.whole_parameters():
+        assert weight.norm().isfinite()
+    with pytest.raises(ValueError) as told:
+        weight.norm()
+    return str(told.value)
+
+
+def test_whoever_reads_a_freed_parameter_is_told():
+    mesh, words = Mesh(2, 1, 1, THREE), "reads parameter `blocks.0.up.weight`, of which zero_stage=3 leaves this rank"
+    [records] = on_meshes([(gpt_case(gradient_clip_val=None).but(make=gpt(), at_end=reads_between_steps), mesh)])
+    assert all(f"`norm` {words}" in record.extra for record in records)
+    with pytest.raises(StageError, match=f"`square` {words}"):
+        on_meshes([(gpt_case().but(make=gpt(Later)), mesh)])
 
 
 class Watched(Callback):

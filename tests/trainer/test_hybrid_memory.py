@@ -103,9 +103,11 @@ class Open(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         own = [parameter for _, parameter in trainer.strategy.pipeline.own]
-        assert all(parameter.isnan().all() for parameter in own), "closed between steps"
-        with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        assert all(parameter.data.isnan().all() for parameter in own), "closed between steps"
+        with pytest.raises(ValueError, match="`add_` reads parameter"), torch.no_grad():
             own[0].add_(1.0)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            own[0].data.add_(1.0)
         with trainer.strategy.whole_parameters():
             assert not any(parameter.isnan().any() for parameter in own)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_parallel import load_weights
 from lightning_parallel.demo.gpt import GPT
+from lightning_parallel.pipeline.phantom import ForeignParameter
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.pipelines import Record, one_process
 
@@ -40,7 +41,11 @@ class Late(LightningModule):
     def made(self, layer: nn.Linear) -> None:
         nn.Linear.reset_parameters(layer)
         with torch._C.DisableTorchFunctionSubclass():
-            own = [p.untyped_storage() for p in self.parameters() if type(p) is nn.Parameter and not p.is_meta]
+            own = [
+                p.untyped_storage()
+                for p in self.parameters()
+                if isinstance(p, nn.Parameter) and not isinstance(p, ForeignParameter) and not p.is_meta
+            ]
             self.counts.append(sum({storage._cdata: storage.nbytes() for storage in own}.values()))
 
 

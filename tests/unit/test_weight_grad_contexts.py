@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline.weight_grad import backward_inputs, run_together
+from lightning_parallel.pipeline.weight_grad import backward_inputs, plan, run_together, saved
 from lightning_parallel.pipeline.weight_grad.saved import CannotRead, read_by_packing
 from tests.unit.test_weight_grad import assert_equal, gradients, halves, whole
 from tests.unit.weight_grad_cases import CASES, IMAGES, ROWS, TOKENS, Calls, tied
@@ -273,3 +273,19 @@ def test_a_saved_tensor_can_be_read_where_torch_does_not_tell_of_hooks():
     y = checkpoint(layer, x.sin(), use_reentrant=False)
     with pytest.raises(CannotRead):
         read_by_packing(y.grad_fn._raw_saved_self)
+
+
+def test_where_torch_does_not_tell_of_hooks_a_weight_is_read_in_its_turn(monkeypatch: pytest.MonkeyPatch):
+    """Its memory may be there by then and not before, as that of divided parameters is."""
+    monkeypatch.setattr(saved, "_TELLS_HOOKS", False)
+    a, b, x = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4, 2)), torch.randn(5, 3)
+    expected = torch.autograd.grad((x @ (b @ a).t()).square().sum(), [a, b])
+    root = (x @ (b @ a).t()).square().sum()
+    memory = [a.data, b.data]
+    for parameter in (a, b):
+        parameter.data = torch.full_like(parameter, float("nan"))
+    prepared = plan([root])
+    for parameter, data in zip((a, b), memory, strict=True):
+        parameter.data = data
+    backward_inputs([root], [torch.ones(())], prepared).run()
+    assert all(map(torch.equal, (a.grad, b.grad), expected))

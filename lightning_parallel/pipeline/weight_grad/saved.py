@@ -20,6 +20,7 @@ class CannotRead(Exception):
 
 
 _TELLS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # an older PyTorch, 2.9 among them, does not
+_EDGES = {"self": 0, "input": 0, "mat1": 1, "mat2": -1}  # of what is saved under a name
 Factor: TypeAlias = Tensor | Callable[[], Tensor]  # a tensor, or how to read it from within the backward
 
 
@@ -43,14 +44,15 @@ def reader(name: str) -> Callable[[Any], Factor]:
         except (AttributeError, RuntimeError) as error:  # there is none, or none any more
             raise CannotRead from error
         if not _TELLS_HOOKS:
-            return read_by_packing(raw)
+            leaf = _parameter_at(node, name)
+            return read_by_packing(raw) if leaf is None else lambda: leaf.data  # as below
         try:
             unpack = raw.unpack_hook
         except RuntimeError as error:  # a function that is not Python's
             raise CannotRead from error
         if unpack is None:
             saved = getattr(node, saved_name)
-            if type(saved) is Parameter:  # whose memory may come and go until the node's turn
+            if isinstance(saved, Parameter):  # whose memory may come and go until the node's turn
                 return lambda: saved.data
             return saved.data  # as it is saved it knows all the graph before it; no operator runs
         if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
@@ -58,6 +60,13 @@ def reader(name: str) -> Callable[[Any], Factor]:
         return lambda: getattr(node, saved_name).detach()
 
     return read
+
+
+def _parameter_at(node: Any, name: str) -> Parameter | None:
+    """The parameter that a node saved as it is, if its edge tells that."""
+    behind = node.next_functions[_EDGES[name]][0] if name in _EDGES else None
+    leaf = getattr(behind, "variable", None)
+    return leaf if isinstance(leaf, Parameter) else None
 
 
 def read_by_packing(raw: Any) -> Tensor:
