@@ -35,7 +35,14 @@ from lightning_parallel.pipeline.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
-from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, read_schedule, refuse_arguments
+from lightning_parallel.strategies.arguments import (
+    all_are,
+    are_counts,
+    is_count,
+    is_positive,
+    read_schedule,
+    refuse_arguments,
+)
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
 from lightning_parallel.trainer.directions import Directions
@@ -88,6 +95,8 @@ class PipelineStrategy(PipelineGradients):
         cuda_graphs: launch every block as CUDA graphs from the second step on, for micro-batches so small that the host
             takes longer to launch a block than the GPU to compute it. Shapes must follow from the batch's, and what is
             Python in a block happens once, at capture. Blocks with hooks run as they are.
+        slices: into how many pieces schedule="terapipe" cuts every sequence, or the tokens of each piece, which add up
+            to the sequences' length; default 4 of equal length.
         data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
             rows; gradients are averaged over them. The ranks of a copy are neighbours.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
@@ -119,6 +128,7 @@ class PipelineStrategy(PipelineGradients):
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
         cuda_graphs: bool = False,
+        slices: int | Sequence[int] | None = None,
         data_parallel_size: int = 1,
         state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
@@ -166,6 +176,11 @@ class PipelineStrategy(PipelineGradients):
                 isinstance(cuda_graphs, bool) and not (cuda_graphs and (dynamic_shapes or recompute != "none")),
                 'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
             ),
+            slices=(
+                slices,
+                slices is None or is_count(slices, 1) or (isinstance(slices, Sequence) and are_counts(slices, 1)),
+                "a number of slices, or a list with the tokens of each, 1 or more",
+            ),
             data_parallel_size=(data_parallel_size, is_count(data_parallel_size, 1), "a number of copies, 1 or more"),
         )
         self.data_parallel_size = data_parallel_size
@@ -174,6 +189,7 @@ class PipelineStrategy(PipelineGradients):
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
+        self.slices = slices
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = False
         self._metrics: StepMetrics | None = None
@@ -283,6 +299,7 @@ class PipelineStrategy(PipelineGradients):
             recompute=self.recompute,
             keep_inputs=self.keep_inputs,
             cuda_graphs=self.cuda_graphs,
+            slices=self._token_slices(schedule) if schedule.num_slices else None,
             early_sums=self.early_sums,
             divide=self.divides_early(),
             context=self.precision_plugin.train_step_context,
