@@ -190,6 +190,7 @@ class PipelineStrategy(PipelineGradients):
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
         self.slices = slices
+        self._refuse_slices()
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = False
         self._metrics: StepMetrics | None = None

@@ -16,6 +16,7 @@ from lightning_parallel.pipeline.assembly import rows_by_rank
 from lightning_parallel.pipeline.auto import Wanted, choose_together
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedules.spec import options_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
 
@@ -126,33 +127,38 @@ class PipelineSchedules(PipelineCheckpoints):
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""
         Engine.refuse(schedule)
-        self._refuse_slices(schedule)
+        self._refuse_slices()
         if self.cuda_graphs and self.root_device.type != "cuda":
             raise ValueError(
                 f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
                 ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
             )
 
-    def _refuse_slices(self, schedule: Schedule) -> None:
-        """Raise for what does not go with token slices."""
-        if not schedule.num_slices:
+    def _refuse_slices(self) -> None:
+        """Raise for arguments that do not go with token slices, or with whole sequences."""
+        if not self._is_sliced():
             if self.slices is not None:
                 raise ValueError(
-                    f"{type(self).__name__}(slices={self.slices!r}) goes with a schedule of token slices, and"
-                    f' {schedule.name!r} has none. Use schedule="terapipe", or leave slices out.'
+                    f"{type(self).__name__}(slices={self.slices!r}) goes with a schedule of token slices, which"
+                    f' {self.schedule!r} is not. Use schedule="terapipe", or leave slices out.'
                 )
             return
-        if self._token_slices(schedule).number != schedule.num_slices:
-            raise ValueError(
-                f"{type(self).__name__}(slices={self.slices!r}) are {self._token_slices(schedule).number} slices, and"
-                f" schedule {schedule.name!r} has {schedule.num_slices}. Give as many."
-            )
         for name, off in _WITHOUT_SLICES.items():
             if getattr(self, name, off) != off:
                 raise ValueError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}) does not go with token slices"
-                    f" ({schedule.name!r}). Use {name}={off!r}, or a schedule of whole sequences."
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}) does not go with a schedule of token"
+                    f" slices. Use {name}={off!r}, or a schedule of whole sequences."
                 )
+        if isinstance(self.schedule, Schedule) and self._token_slices(self.schedule).number != self.schedule.num_slices:
+            raise ValueError(
+                f"{type(self).__name__}(slices={self.slices!r}) are {self._token_slices(self.schedule).number} slices,"
+                f" and schedule {self.schedule.name!r} has {self.schedule.num_slices}. Give as many."
+            )
+
+    def _is_sliced(self) -> bool:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.num_slices > 0
+        return self.schedule != "auto" and "slices" in options_of(schedules.find(self.schedule)[0])
 
     def _token_slices(self, schedule: Schedule) -> Slices:
         return Slices.of(self.slices if self.slices is not None else schedule.num_slices)

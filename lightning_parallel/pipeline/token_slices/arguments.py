@@ -68,9 +68,17 @@ def is_cache(leaf: Any) -> bool:
     return any(cls.__name__ == "Cache" and cls.__module__.startswith("transformers.") for cls in type(leaf).__mro__)
 
 
-def sees_later(mask: Tensor) -> bool:
-    """Whether a mask (bool, True where attention is allowed, or float, added to scores) lets a query see later keys."""
-    if mask.shape[-2] == 1:
-        return False  # says of keys which are padding, for all queries alike
-    later = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return bool(later.triu(1).any())
+def refuse_ahead(block: str, x: Tensor, length: int) -> None:
+    """Raise for a mask (bool, True where attention is allowed, or float, added to scores) that looks ahead.
+
+    Raises:
+        PhantomError: it lets a position see a later one.
+    """
+    if not is_mask(x, length) or x.shape[-2] == 1:  # the latter says which keys are padding, for all queries alike
+        return
+    allowed = x if x.dtype == torch.bool else x > torch.finfo(x.dtype).min / 2
+    if bool(allowed.triu(1).any()):
+        raise PhantomError(
+            f"A mask that `{block}` is called with lets positions see later ones. Token slices are for causal models:"
+            " use a schedule of whole micro-batches, such as 1f1b."
+        )

@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.leftovers import is_hooked
 from lightning_parallel.pipeline.phantom import PhantomError
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.snapshot import untouched
-from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of
+from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import stream_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices
@@ -56,6 +56,9 @@ def check_block(
     if length not in (0, here):
         raise PhantomError(f"Block `{hook.name}` is called with {here} positions, the ones before it with {length}.")
     bounds = slices.bounds(here)
+    for leaf in tree_flatten(arguments)[0]:
+        if isinstance(leaf, Tensor):
+            refuse_ahead(hook.name, leaf, here)
     with torch.no_grad(), untouched(owner):
         streams.start(key ^ hook.own_stream)
         with SlicedAttention((), here, dropout=False):

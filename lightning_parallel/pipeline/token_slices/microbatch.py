@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError
 from lightning_parallel.pipeline.random_streams import RandomStreams
-from lightning_parallel.pipeline.token_slices.arguments import cut, is_mask, sees_later
+from lightning_parallel.pipeline.token_slices.arguments import cut, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import BlockCall, stream_of
 from lightning_parallel.pipeline.token_slices.check import real_arguments
@@ -53,18 +54,9 @@ class SlicedMicrobatch:
 
     def _refuse_ahead(self, call: BlockCall) -> None:
         for x in tree_flatten((call.args, call.kwargs))[0]:
-            if (
-                isinstance(x, Tensor)
-                and not isinstance(x, Phantom)
-                and self._given.is_new(x)
-                and is_mask(x, self.length)
-            ):
+            if isinstance(x, Tensor) and not isinstance(x, Phantom) and self._given.is_new(x):
                 self._given.leaf(x)
-                if sees_later(x):
-                    raise PhantomError(
-                        f"A mask that `{call.hook.name}` is called with lets positions see later ones. Token slices are"
-                        " for causal models: use a schedule of whole micro-batches."
-                    )
+                refuse_ahead(call.hook.name, x, self.length)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -159,7 +151,14 @@ class SlicedMicrobatch:
                 seeds.append(kept.grad)
                 kept.grad = None
         if roots:
-            torch.autograd.backward(roots, seeds)
+            try:
+                torch.autograd.backward(roots, seeds)
+            except CheckpointError as error:
+                raise PhantomError(
+                    "A block is computed again in the backward (torch.utils.checkpoint), where it would need the keys"
+                    " and values of earlier slices. Switch activation checkpointing off, or use a schedule of whole"
+                    " micro-batches."
+                ) from error
         if number == 0:
             self._given.backward()
 

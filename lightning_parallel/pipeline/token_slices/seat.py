@@ -8,6 +8,7 @@ slice, and what crosses a boundary is the slice of what was agreed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +195,8 @@ class TokenSeat(Seat):
             torch.autograd.backward(loss, work.scales[m].to(loss.dtype).reshape(loss.shape))
         if self.departure is None:
             gradients = microbatch.of_joined(number)
-        microbatch.backward(number, gradients)
+        with work.early.backward(action) if work.early is not None else nullcontext():
+            microbatch.backward(number, gradients)
         inbox = self._inboxes.pop((m, number))
         if self.arrival is not None:
             self.arrival.send_gradients(inbox, self._agreed(self.arrival, action, work))
