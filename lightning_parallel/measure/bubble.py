@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lightning_parallel.measure.spans import Rows, Span, StepTrace
 from lightning_parallel.pipeline.costs import Costs
-from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.schedule import Action, Kind
 
 ROUNDING = 1e-9  # relative: sums of float durations exceed the step they fill by this little
 
@@ -203,11 +203,12 @@ def _waits(spans: Sequence[Span]) -> list[tuple[Span, Action]]:
         if span.kind == "recv":
             waits.append(span)
         elif span.is_compute:
-            action = Action(span.kind, span.stage, span.microbatch, span.replica)  # type: ignore[arg-type]
+            kind, piece = cast(Kind, span.kind), span.slice
+            action = Action(kind, span.stage, span.microbatch, span.replica, piece)
             found += [(wait, action) for wait in waits]
             waits = []
     return found
 
 
-def _key(work: Span | Action) -> tuple[str, int, int, int]:
-    return work.kind, work.stage, work.microbatch, work.replica
+def _key(work: Span | Action) -> tuple[str, int, int, int, int | None]:
+    return work.kind, work.stage, work.microbatch, work.replica, work.slice

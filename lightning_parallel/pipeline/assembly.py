@@ -39,6 +39,8 @@ from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.shared_parameters import SharedParameters
 from lightning_parallel.pipeline.timing import Context, unit_costs
+from lightning_parallel.pipeline.token_slices.lengths import Slices
+from lightning_parallel.pipeline.token_slices.seat import TokenSeat
 
 
 class Pipeline(SharedParameters):
@@ -56,6 +58,7 @@ class Pipeline(SharedParameters):
             multiprocessors from the action before it.
         recompute, keep_inputs: see `Cut`.
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
+        slices: into what sequences are cut, for schedules of token slices.
         early_sums: whether sums of gradients over copies begin while backwards run.
         divide: divides parameters over the copies as soon as they are made, given this and them; None: they stay whole.
         context: what forwards run in, to measure them for partition="time".
@@ -91,6 +94,7 @@ class Pipeline(SharedParameters):
         recompute: Recompute = "none",
         keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
         cuda_graphs: bool = False,
+        slices: Slices | None = None,
         early_sums: bool = True,
         divide: Callable[[Pipeline, Sequence[nn.Parameter]], None] | None = None,
         context: Context = nullcontext,
@@ -111,7 +115,7 @@ class Pipeline(SharedParameters):
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
         self._prepare_gradients(graphs, early_sums)
-        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections)
+        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections, slices)
         self.clock = make_clock(device)
         links = Links(self, dynamic_shapes)
         seats = links.seats(self.cut, skip_connections)
@@ -192,6 +196,11 @@ class Pipeline(SharedParameters):
             trainable = tuple(parameter.requires_grad for parameter in self._all)
         mode = (kind, self.model.training, torch.is_grad_enabled(), trainable)
         return [(*mode, microbatch.signature(part)) for part in parts]
+
+    def cuts_sequences(self, signatures: Sequence[Hashable]) -> bool:
+        """Whether micro-batches of these signatures can run in token slices: each ran as a whole once."""
+        seats = [seat for seat in self.engine.seats.values() if isinstance(seat, TokenSeat)]
+        return bool(seats) and all(seat.knows(signature) for seat in seats for signature in signatures)
 
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.

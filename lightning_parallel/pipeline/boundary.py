@@ -170,6 +170,9 @@ class Arrival:
     def knows(self, signature: Hashable) -> bool:
         return signature in self._contracts
 
+    def agreed(self, signature: Hashable) -> Contract | None:
+        return self._contracts.get(signature)
+
     def post(self, signature: Hashable, what: str) -> tuple[Contract, AnyReceipt]:
         """Start receiving the values for a run; the first time, wait for the header."""
         contract = self._contracts.get(signature)

@@ -16,6 +16,7 @@ from lightning_parallel.pipeline.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.stage import StageRun
+    from lightning_parallel.pipeline.token_slices.lengths import Slices
     from lightning_parallel.zero.windows import Windows
 
 Recompute = Literal["none", "block", "stage"]
@@ -31,6 +32,7 @@ class Cut:
         graphs: launch blocks as CUDA graphs, or None.
         keep_inputs: makes a context in which the inputs of blocks that are computed again are saved for that.
         skips: gradients of any block's arguments may leave the rank, not only of the first one's.
+        slices: into what sequences are cut, or None.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Cut:
         graphs: SharedGraphs | None = None,
         keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
         skips: bool = False,
+        slices: Slices | None = None,
     ) -> None:
+        self.slices = slices
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
         self.active: StageRun | None = None

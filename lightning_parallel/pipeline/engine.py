@@ -2,8 +2,8 @@
 
 The one idea: a rank walks its list of actions. Each action is done by the seat of its stage: it waits for what it
 needs, runs, hands on what it made and leaves three marks on a clock (begun, inputs there, ended). Receives of coming
-actions are posted before an action runs, sends are never waited for. Left out: updates and token slices inside a
-schedule; one that has them is refused at construction.
+actions are posted before an action runs, sends are never waited for. Left out: updates inside a schedule; one that
+has them is refused at set-up.
 """
 
 from __future__ import annotations
@@ -44,13 +44,22 @@ class Engine:
         """Raise for what this engine does not run.
 
         Raises:
-            ValueError: token slices, weight versions or updates.
+            ValueError: weight versions or updates; token slices beside whole sequences, with split backwards, or on
+                ranks that hold several stages.
         """
-        other = [a for row in schedule.actions for a in row if a.kind == "U" or (a.slice, a.version) != (None, None)]
+        actions = [action for row in schedule.actions for action in row]
+        other = [action for action in actions if action.kind == "U" or action.version is not None]
         if other:
             raise ValueError(
-                f"Schedule {schedule.name!r} has the action {other[0]}. The engine runs F, B, I and W of whole"
-                " micro-batches so far: leave out updates (U), slices (s) and weight versions (v)."
+                f"Schedule {schedule.name!r} has the action {other[0]}. The engine runs F, B, I and W so far: leave out"
+                " updates (U) and weight versions (v)."
+            )
+        odd = [action for action in actions if action.slice is None or action.kind not in "FB"]
+        if schedule.num_slices and (odd or len(schedule.placement) != schedule.num_ranks):
+            what = f"the action {odd[0]}" if odd else f"{len(schedule.placement)} stages on {schedule.num_ranks} ranks"
+            raise ValueError(
+                f"Schedule {schedule.name!r} has token slices and {what}. With slices the engine runs F and B of slices"
+                " alone, one stage a rank."
             )
 
     def run(self, work: StepWork, marks: Marks) -> list[Any]:
@@ -121,7 +130,7 @@ class Engine:
     def _do(self, action: Action, seat: Seat, work: StepWork, ready: Callable[[], None]) -> None:
         if action.kind == "F":
             result = seat.forward(action, work, ready)
-            if seat.departure is None:
+            if seat.departure is None and result is not None:
                 self._results[action.microbatch] = result
         elif action.kind == "W":
             ready()

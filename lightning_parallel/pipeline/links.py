@@ -8,6 +8,7 @@ direction: what waits on one holds up nothing on another.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChanne
 from lightning_parallel.pipeline.copy_of_model import Copy
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.seat import Seat
+from lightning_parallel.pipeline.token_slices.seat import TokenSeat
 
 _STRAIGHT = 4  # times the number of stages: the first tag that neither neighbours nor `Copy` use
 
@@ -54,8 +56,9 @@ class Links:
                 if (copy, there) == (of.copy, of.rank):
                     arrivals[replica, stage + 1] = Arrival(stage + 1, *ends)
         name = (lambda replica: replica) if of.num_replicas > 1 else (lambda replica: None)
+        make = Seat if cut.slices is None else partial(TokenSeat, slices=cut.slices)
         self._seats = {
-            seat: Seat(cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0]), skips)
+            seat: make(cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0]), skips)
             for seat, row in sorted(of.placement.items())
             if row == of.row
         }

@@ -213,6 +213,21 @@ class Schedule:
         rows = tuple(self.of("F", row=row) for row in range(self.num_ranks))
         return replace(self, name=f"{self.name} (forward only)", actions=rows, paired=frozenset())
 
+    @cached_property
+    def num_slices(self) -> int:
+        """K, into how many slices sequences are cut; 0 for whole ones."""
+        return len({action.slice for row in self.actions for action in row if action.slice is not None})
+
+    def whole(self) -> Schedule:
+        """The same order for whole sequences: each action takes the place of that of its first slice.
+
+        Example:
+            >>> print(Schedule.from_text("0F0s0 0F0s1 0F1s0 0F1s1 0B1s1 0B1s0 0B0s1 0B0s0").whole().to_text())
+            0F0 0F1 0B1 0B0
+        """
+        rows = tuple(tuple(dict.fromkeys(replace(action, slice=None) for action in row)) for row in self.actions)
+        return replace(self, name=f"{self.name} (whole sequences)", actions=rows) if self.num_slices else self
+
     def first(self, num_microbatches: int) -> Schedule:
         """The same order for the first micro-batches only: for a batch with too few rows for all of them.
 

@@ -39,8 +39,11 @@ class Seat(Receiving):
         skips: stages may use what units of any earlier stage return.
 
     Attributes:
+        run_type: how the step is run as this stage.
         keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
+
+    run_type = StageRun
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Seat(Receiving):
             return self._go_without(m, held, work)
         if self.cut.graphs is not None:
             self.cut.graphs.enter(signature)
-        learn = self.departure is not None and ahead is None
+        learn = self._learns(signature, work.training)
         key = self.cut.streams.begin(work.batch, m)
         values, going = held.inbox.values, ONCE if ahead is None else ahead.going
         units = contract.units if contract is not None else ahead.units if ahead is not None else {}
@@ -96,7 +99,7 @@ class Seat(Receiving):
             values = {position: value.detach().clone() for position, value in values.items()}
         keep = self._to_keep(signature)
         with torch.no_grad() if held.again else nullcontext():
-            run = StageRun(self.cut, self.stage, m, key, values, units, learn, keep=keep, going=going)
+            run = self.run_type(self.cut, self.stage, m, key, values, units, learn, keep=keep, going=going)
             try:
                 result = run.forward(work.steps[m])
             except CalledAgain:
@@ -111,6 +114,10 @@ class Seat(Receiving):
             self.arrival.answer(run, contract)
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
+
+    def _learns(self, signature: Hashable, training: bool) -> bool:
+        """Whether a run has to describe what this stage's units return."""
+        return self.departure is not None and self.departure.agreed(signature) is None
 
     def _go_without(self, microbatch: int, held: Held, work: StepWork) -> None:
         """The step calls other stages as it was not expected to: nothing is computed, what is waited for is sent."""

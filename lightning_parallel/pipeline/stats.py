@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_parallel.measure.lanes import CallLog, Transfer, joined
@@ -114,9 +115,10 @@ class PipelineStats:
             spans = []
             for i, action in enumerate(schedule.actions[row]):
                 began, ready, ended = times[3 * i : 3 * i + 3]
+                of = partial(Span, replica=action.replica, slice=action.slice)
                 if ready > began and schedule.num_ranks > 1:
-                    spans.append(Span("recv", action.stage, action.microbatch, began, ready, action.replica))
-                spans.append(Span(action.kind, action.stage, action.microbatch, ready, ended, action.replica))
+                    spans.append(of("recv", action.stage, action.microbatch, began, ready))
+                spans.append(of(action.kind, action.stage, action.microbatch, ready, ended))
             rows.append(tuple(spans))
         said = [transfers for _, transfers in told if transfers is not None]
         return StepTrace(step, schedule, tuple(rows), joined(said) if len(said) == len(told) else ())

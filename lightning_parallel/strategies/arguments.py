@@ -38,6 +38,11 @@ def is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def are_counts(values: Sequence[Any], least: int) -> bool:
+    """Whether values are whole numbers of `least` or more, and at least one."""
+    return len(values) > 0 and all(is_count(value, least) for value in values)
+
+
 def is_positive(value: Any) -> bool:
     """Whether a value is a number, no bool, above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

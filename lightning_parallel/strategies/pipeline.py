@@ -78,6 +78,8 @@ class PipelineStrategy(PipelineBuilding):
         cuda_graphs: launch every block as CUDA graphs from the second step on, for micro-batches so small that the host
             takes longer to launch a block than the GPU to compute it. Shapes must follow from the batch's, and what is
             Python in a block happens once, at capture. Blocks with hooks run as they are.
+        slices: into how many pieces schedule="terapipe" cuts every sequence, or the tokens of each piece, which add up
+            to the sequences' length; default 4 of equal length.
         data_parallel_size: copies of the model side by side, each a pipeline over its share of the ranks and of the
             rows; gradients are averaged over them. The ranks of a copy are neighbours.
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
@@ -109,6 +111,7 @@ class PipelineStrategy(PipelineBuilding):
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
         cuda_graphs: bool = False,
+        slices: int | Sequence[int] | None = None,
         data_parallel_size: int = 1,
         state_dict_type: Literal["full", "sharded"] = "full",
         start_method: StartMethod = "popen",
@@ -122,8 +125,10 @@ class PipelineStrategy(PipelineBuilding):
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
+        self.slices = slices
         refuse_pipeline_arguments(self, schedule)
         self.schedule = read_schedule(schedule, num_microbatches)
+        self._refuse_slices()
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._loss_checked = False
         self._metrics: StepMetrics | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_parallel.pipeline.cut import Recompute
 from lightning_parallel.pipeline.partition import PARTITIONS
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
+from lightning_parallel.strategies.arguments import all_are, are_counts, is_count, is_positive, refuse_arguments
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.pipeline import PipelineStrategy
@@ -74,6 +74,13 @@ def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path |
             isinstance(strategy.cuda_graphs, bool)
             and not (strategy.cuda_graphs and (strategy.dynamic_shapes or strategy.recompute != "none")),
             'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
+        ),
+        slices=(
+            strategy.slices,
+            strategy.slices is None
+            or is_count(strategy.slices, 1)
+            or (isinstance(strategy.slices, Sequence) and are_counts(strategy.slices, 1)),
+            "a number of slices, or a list with the tokens of each, 1 or more",
         ),
         data_parallel_size=(
             strategy.data_parallel_size,

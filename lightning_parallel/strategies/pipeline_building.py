@@ -64,6 +64,7 @@ class PipelineBuilding(PipelineSteps):
             recompute=self.recompute,
             keep_inputs=self.keep_inputs,
             cuda_graphs=self.cuda_graphs,
+            slices=self._token_slices(schedule) if schedule.num_slices else None,
             early_sums=self.early_sums,
             divide=self.divides_early(),
             context=self.precision_plugin.train_step_context,

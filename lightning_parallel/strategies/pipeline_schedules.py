@@ -6,7 +6,7 @@ micro-batches; ranks, rows and stages follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -17,7 +17,15 @@ from lightning_parallel.pipeline.auto import Wanted, choose_together
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedules.spec import options_of
+from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
+
+# What a schedule of token slices does not go with, and what each argument then is.
+_WITHOUT_SLICES = {
+    "recompute": "none", "cuda_graphs": False, "dynamic_shapes": False, "skip_connections": False, "zero_stage": 0,
+    "sequence_parallel": False,
+}  # fmt: skip
 
 
 class PipelineSchedules(PipelineCheckpoints):
@@ -30,6 +38,7 @@ class PipelineSchedules(PipelineCheckpoints):
     stages: Mapping[str, int] | None
     memory_limit: float | None
     cuda_graphs: bool
+    slices: int | Sequence[int] | None
     _schedules: dict[tuple[int, bool], Schedule]
 
     @property
@@ -71,8 +80,13 @@ class PipelineSchedules(PipelineCheckpoints):
         key = (num_microbatches, training)
         if key not in self._schedules:
             schedule = self._make_schedule(num_microbatches)
-            self._schedules[key] = schedule if training else schedule.forward_only()
+            self._schedules[key] = schedule if training else schedule.whole().forward_only()
         return self._schedules[key]
+
+    def schedule_of(self, signatures: Sequence[Hashable], training: bool) -> Schedule:
+        """The schedule of micro-batches of these signatures: whole sequences, until they can be cut into slices."""
+        schedule = self.schedule_for(len(signatures), training)
+        return schedule if self.pipeline.cuts_sequences(signatures) else schedule.whole()
 
     def _make_schedule(self, num_microbatches: int) -> Schedule:
         assert self.schedule != "auto", "chosen at set-up"
@@ -88,12 +102,13 @@ class PipelineSchedules(PipelineCheckpoints):
     def _make_by_name(self, name: str, num_microbatches: int) -> Schedule:
         """A batch too small for the schedule's rule is run in the order of a full one."""
         full = self._default_microbatches()
+        options = {} if self.slices is None else {"slices": Slices.of(self.slices).number}
         try:
-            return schedules.make(name, self.num_ranks, num_microbatches)
+            return schedules.make(name, self.num_ranks, num_microbatches, **options)
         except ValueError:
             if num_microbatches >= full:
                 raise
-        return schedules.make(name, self.num_ranks, full).first(num_microbatches)
+        return schedules.make(name, self.num_ranks, full, **options).first(num_microbatches)
 
     def _choose_schedule(self) -> None:
         """Measure on global rank 0, and run what it chooses for the rest of this strategy's life."""
@@ -117,11 +132,41 @@ class PipelineSchedules(PipelineCheckpoints):
     def _refuse_schedule(self, schedule: Schedule) -> None:
         """Raise for a schedule that cannot be run, or not with the other arguments."""
         Engine.refuse(schedule)
+        self._refuse_slices()
         if self.cuda_graphs and self.root_device.type != "cuda":
             raise ValueError(
                 f"PipelineStrategy(cuda_graphs=True) runs on GPUs, but this run is on {self.root_device.type}. Use"
                 ' Trainer(accelerator="cuda"), or cuda_graphs=False.'
             )
+
+    def _refuse_slices(self) -> None:
+        """Raise for arguments that do not go with token slices, or with whole sequences."""
+        if not self._is_sliced():
+            if self.slices is not None:
+                raise ValueError(
+                    f"{type(self).__name__}(slices={self.slices!r}) goes with a schedule of token slices, which"
+                    f' {self.schedule!r} is not. Use schedule="terapipe", or leave slices out.'
+                )
+            return
+        for name, off in _WITHOUT_SLICES.items():
+            if getattr(self, name, off) != off:
+                raise ValueError(
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}) does not go with a schedule of token"
+                    f" slices. Use {name}={off!r}, or a schedule of whole sequences."
+                )
+        if isinstance(self.schedule, Schedule) and self._token_slices(self.schedule).number != self.schedule.num_slices:
+            raise ValueError(
+                f"{type(self).__name__}(slices={self.slices!r}) are {self._token_slices(self.schedule).number} slices,"
+                f" and schedule {self.schedule.name!r} has {self.schedule.num_slices}. Give as many."
+            )
+
+    def _is_sliced(self) -> bool:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.num_slices > 0
+        return self.schedule != "auto" and "slices" in options_of(schedules.find(self.schedule)[0])
+
+    def _token_slices(self, schedule: Schedule) -> Slices:
+        return Slices.of(self.slices if self.slices is not None else schedule.num_slices)
 
     def _full_schedule(self) -> Schedule:
         """The schedule of a full batch."""

@@ -13,10 +13,8 @@ from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_parallel.strategies.zero import ZeROStrategy
 
-_NOT_RUN = {"terapipe"}  # drawn and simulated only
-_PIPELINES = [name for name in (*SCHEDULES, "auto") if name not in _NOT_RUN]
 STRINGS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
-    **{f"pipeline_{name}": (PipelineStrategy, {"schedule": name}) for name in _PIPELINES},
+    **{f"pipeline_{name}": (PipelineStrategy, {"schedule": name}) for name in (*SCHEDULES, "auto")},
     **{f"zero_{stage}": (ZeROStrategy, {"stage": stage}) for stage in (1, 2, 3)},
     "hybrid": (HybridStrategy, {}),
     "tensor": (TensorParallelStrategy, {}),

@@ -50,7 +50,8 @@ class TrainerStep:
         self.index = batch_index(self.module, self.training)
         self.parts = microbatch.split(batch, sizes)
         self.weights = weigh(self.parts, sizes, strategy.loss_weight)
-        self.schedule = strategy.schedule_for(len(sizes), self.training)
+        self.signatures = strategy.pipeline.signatures(kind, self.parts)
+        self.schedule = strategy.schedule_of(self.signatures, self.training)
         self.metrics = strategy.metrics
         self.log = StepLog(self.module, self.ends, self.metrics, self.training)
         self.output: Any = None
@@ -63,7 +64,6 @@ class TrainerStep:
     def work(self) -> StepWork:
         """What the engine is asked to do."""
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
-        pipeline = strategy.pipeline
         may_begin_anew = strategy.repeats.is_first(self.kind)
         early, after_action = (
             strategy.sums_while_running(self.schedule, may_begin_anew) if self.training else (None, None)
@@ -71,7 +71,7 @@ class TrainerStep:
         self._work = StepWork(
             schedule=self.schedule,
             steps=[self._step_on(part, i) for i, part in enumerate(self.parts)],
-            signatures=pipeline.signatures(self.kind, self.parts),
+            signatures=self.signatures,
             batch=batch_number(self.module, self.kind, self.args, self.index),
             loss_of=loss_of if self.training else None,
             scales=[self._seed(weight * scale) for weight in self.weights] if self.training else (),
