@@ -8,10 +8,8 @@ training runs, gradients that a hook could read.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -21,15 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
-from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
-from lightning_parallel.zero.footprints import Footprints
-from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.deepspeed_module import DividedModule
+from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
 
 
-class DeepSpeedEngine(DividedStates):
+class DeepSpeedEngine(DividedModule):
     """Trains with DeepSpeed.
 
     Args:
@@ -54,54 +51,16 @@ class DeepSpeedEngine(DividedStates):
         control: Any = None,
     ) -> None:
         refuse_optimizers(optimizers)
-        super().__init__(module, optimizers[0] if optimizers else None, options, control)
-        self.device, self.broadcast_buffers = device, True
+        super().__init__(module, optimizers[0] if optimizers else None, device, options, control)
+        self.broadcast_buffers = True
         self._clip, self._stepping = 0.0, False
         self._has_gradients = False
         broadcast_together(list(module.buffers()), None, 0)
-        self._footprints = Footprints(module.modules())
-        self._marks = {parameter: set(vars(parameter)) for parameter in module.parameters()}
-        self.deepspeed = self._initialize(local_rank)
-        self._footprints.noted()
+        self.initialize(local_rank)
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
         self._presence = Presence(self._curtain.parameters, self.control)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
-
-    def _initialize(self, local_rank: int) -> Any:
-        deepspeed = import_deepspeed(self.device)
-        engine, *_ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=local_rank),
-            model=self.module,
-            optimizer=self.optimizer,
-            model_parameters=[p for group in self.groups for p in group] if self.groups else [],
-            config=self.options.configuration(self.device),
-            dist_init_required=False,
-        )
-        if self.options.stage == 3:
-            self._offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-            for hook in (self._offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook):
-                hook.remove()  # a step begins where the module's step is called, not where its forward is
-            for name in STEPS:
-                self._wrap(engine, name)
-        return engine
-
-    def _wrap(self, engine: Any, name: str) -> None:
-        """Tell DeepSpeed where a step of the module begins and ends."""
-        step = getattr(self.module, name, None)
-        if step is None:
-            return
-
-        @wraps(step)
-        def wrapped(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._offload.get_param_coordinator().reset_step()
-            engine._forward_prologue(args, kwargs)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                engine._forward_epilogue()
-
-        setattr(self.module, name, MethodType(wrapped, self.module))
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """The optimizer's own methods become DeepSpeed's; its groups hold DeepSpeed's vectors from now on."""
@@ -221,59 +180,7 @@ class DeepSpeedEngine(DividedStates):
             ' the others already. Give configure_optimizers all parameters, or use engine="native".'
         )
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def release(self) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
-        whole, self._released = self._whole_parameters(), True
         self._presence.remove()
-        self.deepspeed.destroy()
-        for parameter, values in whole.items():
-            for name in set(vars(parameter)) - self._marks[parameter]:
-                delattr(parameter, name)
-            parameter.data, parameter.grad = values, None
-        for module in self._footprints.remove():
-            module._parameters = dict(module._parameters.items())
-        if self.optimizer is not None:
-            for name in ("step", "zero_grad", "add_param_group"):
-                vars(self.optimizer).pop(name, None)
-            self.optimizer.state.clear()
-            for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
-                group["params"] = params
-        forget_groups()
-
-    def _whole_parameters(self) -> dict[nn.Parameter, Tensor]:
-        if self.options.stage < 3:
-            return {p: p.data.to("cpu", copy=True) for p in self.module.parameters()}
-        self._offload.partition_all_parameters()
-        gathered = import_deepspeed(self.device).zero.GatheredParameters
-        whole: dict[nn.Parameter, Tensor] = {}
-        for parameter in self.module.parameters():
-            with gathered([parameter]):
-                whole[parameter] = parameter.data.to("cpu", copy=True)
-        return whole
-
-
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise for what DeepSpeed divides otherwise than asked for.
-
-    Raises:
-        ValueError: several optimizers, Adagrad, or a group in which nothing trains.
-    """
-    if len(optimizers) > 1:
-        raise ValueError(
-            f'ZeROStrategy(engine="deepspeed") got {len(optimizers)} optimizers, and DeepSpeed divides the states of'
-            ' one. Use engine="native" or "fsdp2", or one optimizer with several groups.'
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.Adagrad):
-            raise ValueError(
-                'ZeROStrategy(engine="deepspeed") got Adagrad, in whose place DeepSpeed makes another with one group.'
-                ' Use engine="native" or "fsdp2", or another optimizer.'
-            )
-        idle = [i for i, g in enumerate(optimizer.param_groups) if not any(p.requires_grad for p in g["params"])]
-        if idle:
-            raise ValueError(
-                f'ZeROStrategy(engine="deepspeed"): nothing in group {idle[0]} of {type(optimizer).__name__} requires a'
-                " gradient, and DeepSpeed divides every group. Leave frozen parameters out of configure_optimizers."
-            )
+        super().release()
