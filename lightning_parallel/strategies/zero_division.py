@@ -95,7 +95,9 @@ class ZeRODivision(ZeROSteps):
             whole_module=module.automatic_optimization,
         )  # fmt: skip
         copies = model_copies(trainer, module)
-        engine = ShardedEngine(module, self._mesh_of_shards(), self.root_device, options, self._control, copies)
+        engine = ShardedEngine(
+            module, self._mesh_of_shards(), self.root_device, options, self._control, copies, self.blocked
+        )
         engine.broadcast_buffers = self.broadcast_buffers
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, module, type(self).__name__)

@@ -1,9 +1,9 @@
 """The engine that hands a module and its optimizer to DeepSpeed, for stages 1, 2 and 3.
 
-The one idea: DeepSpeed divides, reduces and steps; this class decides when. Gradients are never divided by the number
-of batches that accumulate (the Trainer has done that), a clip is that of the step that follows, and `optimizer.step` is
-DeepSpeed's. Left out: states and checkpoints (``deepspeed_checkpoints.py``); several optimizers, groups added while
-training runs, gradients that a hook could read.
+The one idea: DeepSpeed divides and reduces; this class decides when, and in what order (``deepspeed_order.py``).
+Gradients are never divided by the number of batches that accumulate (the Trainer has done that), and within DeepSpeed's
+step the user's optimizer steps as in one process (``deepspeed_update.py``). Left out: states and checkpoints
+(``deepspeed_checkpoints.py``); several optimizers, groups added while training runs, gradients that a hook could read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import broadcast_together
-from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_module import DividedModule
+from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
+from lightning_parallel.zero.deepspeed_update import Update
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
+from lightning_parallel.zero.reducer import Waiting
 
 
 class DeepSpeedEngine(DividedModule):
@@ -36,6 +38,7 @@ class DeepSpeedEngine(DividedModule):
         options: how.
         local_rank: this process's place on its host.
         control: a group for host tensors of all ranks.
+        waiting: a context entered while this process is blocked.
 
     Raises:
         ValueError: there are several optimizers, or one that DeepSpeed cannot divide.
@@ -49,18 +52,42 @@ class DeepSpeedEngine(DividedModule):
         options: DeepSpeedOptions,
         local_rank: int = 0,
         control: Any = None,
+        waiting: Waiting = lambda what: nullcontext(),
     ) -> None:
         refuse_optimizers(optimizers)
         super().__init__(module, optimizers[0] if optimizers else None, device, options, control)
         self.broadcast_buffers = True
-        self._clip, self._stepping = 0.0, False
-        self._has_gradients = False
+        self._clip, self._unscale, self._has_gradients = 0.0, None, False
+        self._update: Update | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
-        self.initialize(local_rank)
+        self.initialize(local_rank, waiting)
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
-        self._presence = Presence(self._curtain.parameters, self.control)
+        self._presence = Presence(self._curtain.parameters, control, waiting)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
+            self._handover = self._ordered(waiting) if options.stage == 2 else None
+            self._leave_norms_to_us()
+
+    def _ordered(self, waiting: Waiting) -> Handover:
+        """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
+        process, numbers = self.inner.process_gradients, {p: i for i, group in enumerate(self.groups) for p in group}
+        trained = [p for p in reversed(numbers) if p.requires_grad]
+        handover = Handover(trained, lambda p: process(p, numbers[p]), self.control, waiting)
+        self.inner.process_gradients = lambda parameter, group: handover.made(parameter)
+        return handover
+
+    def _leave_norms_to_us(self) -> None:
+        """Where DeepSpeed asks for the norm of gradients it gets 1; `Update` has the norm."""
+
+        def measured(norm_type: int = 2) -> Tensor:
+            assert self._update is not None
+            self._update.measure(self.inner, self.device)
+            return torch.ones((), device=self.device)
+
+        if self.options.stage < 3:
+            self.inner.scaled_global_norm, self.inner.check_grad_overflow = measured, False
+        else:
+            self.inner._get_norm_groups = lambda: [measured()]
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """The optimizer's own methods become DeepSpeed's; its groups hold DeepSpeed's vectors from now on."""
@@ -107,6 +134,9 @@ class DeepSpeedEngine(DividedModule):
         self.deepspeed._backward_prologue()
         try:
             yield
+            self.end_calls()
+            if self._handover is not None:
+                self._handover.finish()
             self.deepspeed._backward_epilogue()
         finally:
             self.deepspeed._running_engine_backward = False
@@ -125,42 +155,48 @@ class DeepSpeedEngine(DividedModule):
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.
 
         Raises:
-            ValueError: no rank made a gradient for a parameter that trains.
+            ValueError: a backward ran that this library did not see.
         """
-        if self._stepping:
-            return self._own_step(**kwargs)
+        assert self.optimizer is not None
+        if self._update is not None:
+            return self._update.step(self.optimizer, self._own_step, **kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
         if not self._has_gradients:  # as other optimizers do without gradients
+            self._refuse_unseen()
             return result
-        self._refuse_missing_gradients()
         self._curtain.open()
-        self._stepping, self.inner.clip_grad = True, self._clip
+        self._agree_on_gradients()
+        self._update = Update(self.fragments, self._presence.anywhere, self._clip, self._unscale)
         try:
             if self.options.dtype == torch.float32:
                 self.inner.refresh_fp32_params()  # a hook may have written to the parameters
             self.deepspeed.step()
         finally:
-            self._stepping, self._clip, self._has_gradients = False, 0.0, False
+            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
+            self._presence.forget()
         return result
 
-    def _refuse_missing_gradients(self) -> None:
-        missing = set(self._presence.missing())
-        self._presence.forget()
-        if missing:
-            names = [clean_name(name) for name, p in self.module.named_parameters() if p in missing]
-            shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if names[3:] else "")
+    def _agree_on_gradients(self) -> None:
+        """Stage 1 reduces what it has now: all ranks have the same gradients, zeros for what another has made."""
+        self._presence.agree()
+        for parameter in self._presence.anywhere - self._presence.seen if self.options.stage == 1 else ():
+            parameter.grad = torch.zeros_like(parameter)
+            if self.inner.use_grad_accum_attribute:
+                self.inner._fill_param_grad_accum_attribute(parameter)
+
+    def _refuse_unseen(self) -> None:
+        if self._presence.seen:
             raise ValueError(
-                f'ZeROStrategy(engine="deepspeed"): no rank made a gradient for {shown} in this step. One process would'
-                " leave such parameters as they are; DeepSpeed's momentum and weight decay move them all the same. Use"
-                ' them in every step, leave them out of configure_optimizers, or use engine="native".'
+                'ZeROStrategy(engine="deepspeed"): loss.backward() made gradients, and DeepSpeed has not reduced them.'
+                " Call self.manual_backward(loss)."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._presence.forget()
         self._curtain.open()
-        self._has_gradients = False
+        self._has_gradients, self._unscale = False, None
         self.inner.zero_grad()
         if self.options.stage < 3:
             for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):

@@ -7,6 +7,7 @@ train again, on other ranks or none. Left out: steps (``deepspeed_engine.py``).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.same_calls import SameCalls
 
 
 class DividedModule(DividedStates):
@@ -34,13 +38,44 @@ class DividedModule(DividedStates):
     ) -> None:  # fmt: skip
         super().__init__(module, optimizer, options, control)
         self.device = device
+        self._calls: SameCalls | None = None
 
-    def initialize(self, local_rank: int) -> None:
+    def initialize(self, local_rank: int, waiting: Waiting) -> None:
         """Let DeepSpeed divide; all ranks get the first one's parameters. Collective."""
         self._footprints = Footprints(self.module.modules())
         self._marks = {parameter: set(vars(parameter)) for parameter in self.module.parameters()}
         self.deepspeed = self._initialize(local_rank)
         self._footprints.noted()
+        if self.options.stage == 3:
+            self._calls = self._watch_calls(waiting)
+
+    def _watch_calls(self, waiting: Waiting) -> SameCalls:
+        """Compare what ranks call before DeepSpeed gathers it, and what they made gradients of before it is reduced."""
+        parts = [*self.module.named_modules(), *self.module.named_parameters()]
+        numbers = {part: number for number, (_, part) in enumerate(parts)}
+        names = [clean_name(name) or type(self.module).__name__ for name, _ in parts]
+        calls = SameCalls(names, self.control, "deepspeed", self.device.type == "cpu", waiting)
+
+        def watched(way: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def compared(part: Any) -> Any:
+                if isinstance(part, Tensor) or next(part.parameters(recurse=False), None) is not None:
+                    calls.call(numbers[part], way)
+                return run(part)
+
+            return compared
+
+        for way in ("forward", "backward"):
+            name = f"pre_sub_module_{way}_function"
+            setattr(self._offload, name, watched(way, getattr(self._offload, name)))
+        if self.optimizer is not None:
+            reduce = self.inner.reduce_ready_partitions_and_remove_grads
+            self.inner.reduce_ready_partitions_and_remove_grads = watched("backward", reduce)
+        return calls
+
+    def end_calls(self) -> None:
+        """A backward has ended here: ranks have called the same modules in it."""
+        if self._calls is not None:
+            self._calls.end()
 
     def _initialize(self, local_rank: int) -> Any:
         deepspeed = import_deepspeed(self.device)

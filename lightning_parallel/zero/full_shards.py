@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.shard_gradients import ShardGradients
 from lightning_parallel.zero.shard_states import ShardOptions, ShardStates
 from lightning_parallel.zero.sharding import Sharding
 from lightning_parallel.zero.shards import called, find_blocks, keep_dtype, local_of
@@ -37,6 +39,7 @@ class ShardedEngine(ShardStates):
         options: how.
         control: a group for host tensors.
         copies: other modules of the same structure that are sharded alike.
+        waiting: a context entered while this process is blocked.
 
     Raises:
         ValueError: `whole_module` is False, and a parameter lies outside of all modules that are called.
@@ -50,10 +53,15 @@ class ShardedEngine(ShardStates):
         options: ShardOptions,
         control: Any = None,
         copies: Sequence[nn.Module] = (),
+        waiting: Waiting = lambda what: nullcontext(),
     ) -> None:
         super().__init__(module, mesh, options, control)
         self.device, self.broadcast_buffers = device, True
         self._shardings = [self._shard(m) for m in (module, *copies)]
+        names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
+        parts = self._shardings[0].parts
+        named = [names[cast(nn.Module, part)] for part in parts]
+        self._gradients = ShardGradients(parts, named, control, device.type == "cpu", waiting)
 
     @property
     def group(self) -> Any:
@@ -111,7 +119,7 @@ class ShardedEngine(ShardStates):
 
     def backward(self) -> AbstractContextManager[None]:
         """Around a backward."""
-        return nullcontext()
+        return self._gradients.backward()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around batches after which no optimizer steps; gradients are reduced all the same, to stay divided."""
