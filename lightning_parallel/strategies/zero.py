@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,44 +18,27 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from lightning_parallel.failure.patience import Moving, Patience
-from lightning_parallel.mesh import build_mesh
-from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
-from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refuse_zero_arguments
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
-from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
-from lightning_parallel.trainer.loops import leave_inference_mode
-from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
+from lightning_parallel.strategies.zero_division import ZeRODivision
+from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
-from lightning_parallel.zero.deepspeed_setup import refuse_missing
 from lightning_parallel.zero.elementwise import refuse_optimizer
-from lightning_parallel.zero.full_shards import ShardedEngine, ShardOptions
+from lightning_parallel.zero.full_shards import ShardedEngine
 from lightning_parallel.zero.native import NativeEngine
-from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.partition import Partition
 from lightning_parallel.zero.promise import ModelStates
-from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.sharding import Prefetch
-from lightning_parallel.zero.shards import find_blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Engine = Literal["native", "fsdp2", "deepspeed"]
-_ENGINES: dict[int, tuple[Engine, ...]] = {
-    1: ("native", "deepspeed"),
-    2: ("native", "fsdp2", "deepspeed"),
-    3: ("fsdp2", "deepspeed"),
-}
-_HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
-
-class ZeROStrategy(ZeROCheckpoints):
+class ZeROStrategy(ZeRODivision):
     """Divides model states among data-parallel ranks: optimizer states, gradients too, parameters too.
 
     Ranks see different rows, as under DDP, and the model trains as it does there. With mixed-precision Adam a parameter
@@ -130,39 +111,13 @@ class ZeROStrategy(ZeROCheckpoints):
         **kwargs: Any,
     ) -> None:
         super().__init__(state_dict_type, start_method=start_method, timeout=timeout, patience=patience, **kwargs)
-        refuse_arguments(self, stage=(stage, is_count(stage, 1) and stage in _ENGINES, "1, 2 or 3"))
-        engines = _ENGINES[stage]
-        engine = engine or engines[0]
-        words = " or ".join(f'"{name}"' for name in engines)
-        switches = {
-            "master_weights": master_weights, "offload": offload, "broadcast_buffers": broadcast_buffers,
-            "expandable_segments": expandable_segments, "keep_root": keep_root,
-        }  # fmt: skip
-        refuse_arguments(
-            self,
-            engine=(engine, engine in engines, f"{words} for stage {stage}"),
-            blocks=(blocks, isinstance(blocks, str) or all_are(blocks, str), '"auto", a name or names'),
-            activation_checkpointing=(
-                activation_checkpointing,
-                isinstance(activation_checkpointing, (bool, str)) or all_are(activation_checkpointing, str),
-                "True, False, a name or names",
-            ),
-            offload_checkpoints=(
-                offload_checkpoints,
-                not offload_checkpoints or (offload_checkpoints is True and bool(activation_checkpointing)),
-                "True or False, and False without activation_checkpointing",
-            ),
-            prefetch=(prefetch, prefetch in get_args(Prefetch), '"none", "forward" or "both"'),
-            bucket_mb=(bucket_mb, is_positive(bucket_mb) and isfinite(bucket_mb), "a size above 0"),
-            shard_size=(
-                shard_size,
-                shard_size is None or (is_count(shard_size, 1) and engine != "deepspeed"),
-                'a number of ranks, 1 or more, with engine="native" or "fsdp2"',
-            ),
-            **{name: (value, isinstance(value, bool), "True or False") for name, value in switches.items()},
-        )
-        if engine == "deepspeed":
-            refuse_missing()
+        engine = engine_of(self, stage, engine)
+        refuse_zero_arguments(
+            self, engine, blocks=blocks, activation_checkpointing=activation_checkpointing, prefetch=prefetch,
+            offload_checkpoints=offload_checkpoints, bucket_mb=bucket_mb, shard_size=shard_size,
+            master_weights=master_weights, offload=offload, broadcast_buffers=broadcast_buffers,
+            expandable_segments=expandable_segments, keep_root=keep_root,
+        )  # fmt: skip
         self.shard_size = shard_size
         self.zero_stage, self.engine_name = stage, engine
         self.bucket_mb, self.master_weights, self.offload = bucket_mb, master_weights, offload
@@ -254,85 +209,6 @@ class ZeROStrategy(ZeROCheckpoints):
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
             plugin.clip_gradients = partial(Precision.clip_gradients, plugin)  # type: ignore[method-assign]
 
-    def _ranks(self) -> Ranks:
-        """Who shares what: all ranks, or neighbours, whose counterparts elsewhere own the same."""
-        size, world, rank = self._size_of_groups(), self.world_size, self.global_rank
-        if size == world:
-            return Ranks(rank, world)
-        neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
-        place, replica = rank % size, rank // size
-        return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
-
-    def _size_of_groups(self) -> int:
-        """How many ranks divide states among themselves."""
-        size, world = self.shard_size or self.world_size, self.world_size
-        if world % size:
-            raise ValueError(
-                f"ZeROStrategy(shard_size={size}) cannot divide {world} ranks into groups of {size}. Use a divisor."
-            )
-        return size
-
-    def _mesh_of_shards(self) -> DeviceMesh:
-        """All ranks in one line, or a line for every group that divides the module for itself."""
-        size = self._size_of_groups()
-        if size == self.world_size:
-            return self.mesh["data"]
-        return build_mesh(self.root_device.type, {"replicas": self.world_size // size, "shards": size})
-
-    def _options(self) -> Options:
-        offload = torch.device("cpu") if self.offload else None
-        return Options(self.zero_stage, max(1, int(self.bucket_mb * 2**20)), self.master_weights, offload)
-
-    def _shard(self, trainer: Trainer) -> ShardedEngine:
-        """Shard the module, and copies of it that callbacks hold."""
-        module = self.lightning_module
-        assert module is not None
-        if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):
-            raise ValueError(
-                'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
-                " process a part. Leave log_graph out, and log the graph in one process."
-            )
-        leave_inference_mode(trainer)
-        # Under autocast operations choose their precision, as under DDP; parameters are gathered as they are.
-        half = _HALF.get(getattr(self.precision_plugin, "precision", ""))
-        options = ShardOptions(
-            self.zero_stage, self.blocks, compute=half, master=self.master_weights and half is not None,
-            offload=self.offload, keep_root=self.keep_root, prefetch=self.prefetch,
-            whole_module=module.automatic_optimization,
-        )  # fmt: skip
-        copies = model_copies(trainer, module)
-        engine = ShardedEngine(module, self._mesh_of_shards(), self.root_device, options, self._control, copies)
-        engine.broadcast_buffers = self.broadcast_buffers
-        if self.state_dict_type == "sharded":
-            refuse_sharded(trainer, module, type(self).__name__)
-        for copied in copies:
-            hold_whole_states(copied, lambda state: engine.whole(state, self._gather))
-        return engine
-
-    def _checkpoint_blocks(self) -> ActivationCheckpoints:
-        assert self.lightning_module is not None
-        wanted = self.activation_checkpointing
-        blocks = find_blocks(self.lightning_module, "auto" if isinstance(wanted, bool) else wanted)
-        if not blocks:
-            raise ValueError(
-                f"{type(self).__name__}(activation_checkpointing=True) found no list of blocks in"
-                f" {type(self.lightning_module).__name__}. Name the blocks, or leave it out."
-            )
-        return ActivationCheckpoints(blocks, on_host(self.root_device) if self.offload_checkpoints else nullcontext)
-
-    def _agree(self, what: str, names: Any) -> None:
-        """Raise unless all ranks put the same parameters into a group."""
-        everyone: list[Any] = [None] * self.world_size
-        with self.blocked(f"the other ranks' {what}"):
-            dist.all_gather_object(everyone, list(names), group=self._control)
-        unlike = [rank for rank, others in enumerate(everyone) if others != everyone[0]]
-        if unlike:
-            raise ValueError(
-                f"The ranks added different parameters to {what} (rank {unlike[0]} unlike rank 0). Add the same on"
-                " every rank; decide by what all ranks see alike."
-            )
-
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
         if isinstance(self._engine, ShardedEngine):
@@ -357,66 +233,6 @@ class ZeROStrategy(ZeROCheckpoints):
             return
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.lightning_module.to("cpu")
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.begin_step()
-        return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward; gradients are reduced while it runs, before `on_after_backward`."""
-        module = self.lightning_module
-        assert module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self.engine.backward():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        return self.precision_plugin.post_backward(closure_loss, module)
-
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, and behind it no rank computes with weights of before."""
-        stepped = super().optimizer_step(optimizer, *args, **kwargs)
-        self._free_gathered()
-        return stepped
-
-    @contextmanager
-    def block_backward_sync(self) -> Any:
-        """Around batches whose gradients accumulate: stage 1 moves nothing until the last of them."""
-        with self.engine.accumulating():
-            yield
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all ranks' parts."""
-        self.engine.clip(list(self.precision_plugin.main_params(optimizer)), float(clip_val))
-
-    def on_validation_start(self) -> None:
-        if self._engine is not None:
-            self._engine.begin_evaluation()
-
-    on_train_end = on_validation_start
-
-    def _free_gathered(self) -> None:
-        """Free what FSDP2 keeps gathered behind a forward without a backward."""
-        if isinstance(self._engine, ShardedEngine):
-            self._engine.free_gathered()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
-        output = super().validation_step(*args, **kwargs)
-        self._free_gathered()
-        return output
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See `validation_step`."""
-        output = super().test_step(*args, **kwargs)
-        self._free_gathered()
-        return output
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See `validation_step`."""
-        output = super().predict_step(*args, **kwargs)
-        self._free_gathered()
-        return output
 
 
 def _share_methods(wrappers: Sequence[Any]) -> None:

@@ -43,7 +43,9 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     connect_deepspeed(import_deepspeed(device), device, rank)
     nbytes = max(1, int(strategy.bucket_mb * 2**20))
     options = DeepSpeedOptions(strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload)
-    engine = DeepSpeedEngine(module, optimizers, device, options, strategy.local_rank, strategy.control)
+    engine = DeepSpeedEngine(
+        module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked
+    )
     engine.broadcast_buffers = strategy.broadcast_buffers
     return engine
 

@@ -7,7 +7,9 @@ checkpoint of this engine is made as every other engine's is, and no checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,11 +21,11 @@ from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed_states import (
     Fragment,
+    cut_state,
     find_fragments,
     flat_vectors,
     pieces_of,
     sharded_piece,
-    write_states,
 )
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
@@ -57,11 +59,25 @@ class DividedStates:
         """DeepSpeed's optimizer."""
         return self.deepspeed.optimizer
 
-    @property
+    @cached_property
     def fragments(self) -> dict[nn.Parameter, Fragment]:
         """This rank's elements of every parameter that trains."""
         trained = [p for group in self.groups for p in group if p.requires_grad]
         return find_fragments(self.inner, trained)
+
+    @contextmanager
+    def segments(self, used: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """The optimizer's groups hold this rank's fragments, of parameters that are used; afterwards what they held."""
+        assert self.optimizer is not None
+        held = [group["params"] for group in self.optimizer.param_groups]
+        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+            there = [p for p in params if p in self.fragments and (used is None or p in used)]
+            group["params"] = [self.fragments[p].segment for p in there]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.optimizer.param_groups, held, strict=True):
+                group["params"] = params
 
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state on the gathering rank; elsewhere nothing (stage 3) or the same."""
@@ -156,12 +172,18 @@ class DividedStates:
                 f" {[len(group) for group in self.groups]}. Resume with the optimizer that saved it."
             )
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        states = {place: state["state"][number] for place, number in enumerate(numbers) if number in state["state"]}
-        write_states(optimizer, self._numbered(), states)
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            params = group["params"]
-            group.clear()
-            group.update({**saved, "params": params})
+        parameters = [p for group in self.groups for p in group]
+        place = {p: n for n, p in zip(numbers, parameters, strict=True)}
+        local: dict[int, Any] = {}
+        groups, count = [], 0
+        for saved, params in zip(state["param_groups"], self.groups, strict=True):
+            owned = [p for p in params if p in self.fragments]
+            cuts = [cut_state(state["state"].get(place[p], {}), self.fragments[p]) for p in owned]
+            local |= {count + i: cut for i, cut in enumerate(cuts) if cut}
+            groups.append({**saved, "params": list(range(count, count + len(owned)))})
+            count += len(owned)
+        with self.segments():
+            optimizer.load_state_dict({"state": local, "param_groups": groups})
 
     def extra_state(self, gather: Gather) -> dict[str, Any]:
         """What a checkpoint needs beside weights and optimizer states."""
@@ -181,7 +203,7 @@ class DividedStates:
         size, ranks, stage = self.options.dtype.itemsize, self.deepspeed.world_size, self.options.stage
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         parts = sum(flat.numel() for flat in flat_vectors(self.inner))
-        states = ((flat, state) for o in optimizers for flat, state in o.state.items())
+        states = ((segment, state) for o in optimizers for segment, state in o.state.items())
         by_element, counters = state_sizes(states)
         [by_element] = most_of_ranks([by_element], self.control)
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
@@ -193,7 +215,8 @@ class DividedStates:
                 "gradients": parts if stage >= 2 else parameters,
                 "copy": parts,
             },
-            copy_bytes=4, owned=parts, counters=counters, frozen=sum(p.nbytes for p in divided),
+            copy_bytes=4, owned=sum(fragment.numel for fragment in self.fragments.values()), counters=counters,
+            frozen=sum(p.nbytes for p in divided),
         )  # fmt: skip
 
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:

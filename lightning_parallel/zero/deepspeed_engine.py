@@ -1,17 +1,15 @@
 """The engine that hands a module and its optimizer to DeepSpeed, for stages 1, 2 and 3.
 
-The one idea: DeepSpeed divides, reduces and steps; this class decides when. Gradients are never divided by the number
-of batches that accumulate (the Trainer has done that), a clip is that of the step that follows, and `optimizer.step` is
-DeepSpeed's. Left out: states and checkpoints (``deepspeed_checkpoints.py``); several optimizers, groups added while
-training runs, gradients that a hook could read.
+The one idea: DeepSpeed divides and reduces; this class decides when, and in what order (``deepspeed_order.py``).
+Gradients are never divided by the number of batches that accumulate (the Trainer has done that), and within DeepSpeed's
+step the user's optimizer steps as in one process (``deepspeed_update.py``). Left out: states and checkpoints
+(``deepspeed_checkpoints.py``); several optimizers, groups added while training runs, gradients that a hook could read.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -20,16 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import broadcast_together
-from lightning_parallel.zero.compiled_names import clean_name
-from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
-from lightning_parallel.zero.footprints import Footprints
-from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.deepspeed_module import DividedModule
+from lightning_parallel.zero.deepspeed_order import Handover
+from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
+from lightning_parallel.zero.deepspeed_update import Update
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
+from lightning_parallel.zero.reducer import Waiting
 
 
-class DeepSpeedEngine(DividedStates):
+class DeepSpeedEngine(DividedModule):
     """Trains with DeepSpeed.
 
     Args:
@@ -39,6 +38,7 @@ class DeepSpeedEngine(DividedStates):
         options: how.
         local_rank: this process's place on its host.
         control: a group for host tensors of all ranks.
+        waiting: a context entered while this process is blocked.
 
     Raises:
         ValueError: there are several optimizers, or one that DeepSpeed cannot divide.
@@ -52,56 +52,42 @@ class DeepSpeedEngine(DividedStates):
         options: DeepSpeedOptions,
         local_rank: int = 0,
         control: Any = None,
+        waiting: Waiting = lambda what: nullcontext(),
     ) -> None:
         refuse_optimizers(optimizers)
-        super().__init__(module, optimizers[0] if optimizers else None, options, control)
-        self.device, self.broadcast_buffers = device, True
-        self._clip, self._stepping = 0.0, False
-        self._has_gradients = False
+        super().__init__(module, optimizers[0] if optimizers else None, device, options, control)
+        self.broadcast_buffers = True
+        self._clip, self._unscale, self._has_gradients = 0.0, None, False
+        self._update: Update | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
-        self._footprints = Footprints(module.modules())
-        self._marks = {parameter: set(vars(parameter)) for parameter in module.parameters()}
-        self.deepspeed = self._initialize(local_rank)
-        self._footprints.noted()
+        self.initialize(local_rank, waiting)
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
-        self._presence = Presence(self._curtain.parameters, self.control)
+        self._presence = Presence(self._curtain.parameters, control, waiting)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
+            self._handover = self._ordered(waiting) if options.stage == 2 else None
+            self._leave_norms_to_us()
 
-    def _initialize(self, local_rank: int) -> Any:
-        deepspeed = import_deepspeed(self.device)
-        engine, *_ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=local_rank),
-            model=self.module,
-            optimizer=self.optimizer,
-            model_parameters=[p for group in self.groups for p in group] if self.groups else [],
-            config=self.options.configuration(self.device),
-            dist_init_required=False,
-        )
-        if self.options.stage == 3:
-            self._offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-            for hook in (self._offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook):
-                hook.remove()  # a step begins where the module's step is called, not where its forward is
-            for name in STEPS:
-                self._wrap(engine, name)
-        return engine
+    def _ordered(self, waiting: Waiting) -> Handover:
+        """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
+        process, numbers = self.inner.process_gradients, {p: i for i, group in enumerate(self.groups) for p in group}
+        trained = [p for p in reversed(numbers) if p.requires_grad]
+        handover = Handover(trained, lambda p: process(p, numbers[p]), self.control, waiting)
+        self.inner.process_gradients = lambda parameter, group: handover.made(parameter)
+        return handover
 
-    def _wrap(self, engine: Any, name: str) -> None:
-        """Tell DeepSpeed where a step of the module begins and ends."""
-        step = getattr(self.module, name, None)
-        if step is None:
-            return
+    def _leave_norms_to_us(self) -> None:
+        """Where DeepSpeed asks for the norm of gradients it gets 1; `Update` has the norm."""
 
-        @wraps(step)
-        def wrapped(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._offload.get_param_coordinator().reset_step()
-            engine._forward_prologue(args, kwargs)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                engine._forward_epilogue()
+        def measured(norm_type: int = 2) -> Tensor:
+            assert self._update is not None
+            self._update.measure(self.inner, self.device)
+            return torch.ones((), device=self.device)
 
-        setattr(self.module, name, MethodType(wrapped, self.module))
+        if self.options.stage < 3:
+            self.inner.scaled_global_norm, self.inner.check_grad_overflow = measured, False
+        else:
+            self.inner._get_norm_groups = lambda: [measured()]
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """The optimizer's own methods become DeepSpeed's; its groups hold DeepSpeed's vectors from now on."""
@@ -148,6 +134,9 @@ class DeepSpeedEngine(DividedStates):
         self.deepspeed._backward_prologue()
         try:
             yield
+            self.end_calls()
+            if self._handover is not None:
+                self._handover.finish()
             self.deepspeed._backward_epilogue()
         finally:
             self.deepspeed._running_engine_backward = False
@@ -166,42 +155,48 @@ class DeepSpeedEngine(DividedStates):
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.
 
         Raises:
-            ValueError: no rank made a gradient for a parameter that trains.
+            ValueError: a backward ran that this library did not see.
         """
-        if self._stepping:
-            return self._own_step(**kwargs)
+        assert self.optimizer is not None
+        if self._update is not None:
+            return self._update.step(self.optimizer, self._own_step, **kwargs)
         with torch.enable_grad():
             result = None if closure is None else closure()
         if not self._has_gradients:  # as other optimizers do without gradients
+            self._refuse_unseen()
             return result
-        self._refuse_missing_gradients()
         self._curtain.open()
-        self._stepping, self.inner.clip_grad = True, self._clip
+        self._agree_on_gradients()
+        self._update = Update(self.fragments, self._presence.anywhere, self._clip, self._unscale)
         try:
             if self.options.dtype == torch.float32:
                 self.inner.refresh_fp32_params()  # a hook may have written to the parameters
             self.deepspeed.step()
         finally:
-            self._stepping, self._clip, self._has_gradients = False, 0.0, False
+            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
+            self._presence.forget()
         return result
 
-    def _refuse_missing_gradients(self) -> None:
-        missing = set(self._presence.missing())
-        self._presence.forget()
-        if missing:
-            names = [clean_name(name) for name, p in self.module.named_parameters() if p in missing]
-            shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if names[3:] else "")
+    def _agree_on_gradients(self) -> None:
+        """Stage 1 reduces what it has now: all ranks have the same gradients, zeros for what another has made."""
+        self._presence.agree()
+        for parameter in self._presence.anywhere - self._presence.seen if self.options.stage == 1 else ():
+            parameter.grad = torch.zeros_like(parameter)
+            if self.inner.use_grad_accum_attribute:
+                self.inner._fill_param_grad_accum_attribute(parameter)
+
+    def _refuse_unseen(self) -> None:
+        if self._presence.seen:
             raise ValueError(
-                f'ZeROStrategy(engine="deepspeed"): no rank made a gradient for {shown} in this step. One process would'
-                " leave such parameters as they are; DeepSpeed's momentum and weight decay move them all the same. Use"
-                ' them in every step, leave them out of configure_optimizers, or use engine="native".'
+                'ZeROStrategy(engine="deepspeed"): loss.backward() made gradients, and DeepSpeed has not reduced them.'
+                " Call self.manual_backward(loss)."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._presence.forget()
         self._curtain.open()
-        self._has_gradients = False
+        self._has_gradients, self._unscale = False, None
         self.inner.zero_grad()
         if self.options.stage < 3:
             for reduced in (self.inner.averaged_gradients, self.inner.all_grad_tensors):
@@ -221,59 +216,7 @@ class DeepSpeedEngine(DividedStates):
             ' the others already. Give configure_optimizers all parameters, or use engine="native".'
         )
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def release(self) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
-        whole, self._released = self._whole_parameters(), True
         self._presence.remove()
-        self.deepspeed.destroy()
-        for parameter, values in whole.items():
-            for name in set(vars(parameter)) - self._marks[parameter]:
-                delattr(parameter, name)
-            parameter.data, parameter.grad = values, None
-        for module in self._footprints.remove():
-            module._parameters = dict(module._parameters.items())
-        if self.optimizer is not None:
-            for name in ("step", "zero_grad", "add_param_group"):
-                vars(self.optimizer).pop(name, None)
-            self.optimizer.state.clear()
-            for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
-                group["params"] = params
-        forget_groups()
-
-    def _whole_parameters(self) -> dict[nn.Parameter, Tensor]:
-        if self.options.stage < 3:
-            return {p: p.data.to("cpu", copy=True) for p in self.module.parameters()}
-        self._offload.partition_all_parameters()
-        gathered = import_deepspeed(self.device).zero.GatheredParameters
-        whole: dict[nn.Parameter, Tensor] = {}
-        for parameter in self.module.parameters():
-            with gathered([parameter]):
-                whole[parameter] = parameter.data.to("cpu", copy=True)
-        return whole
-
-
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise for what DeepSpeed divides otherwise than asked for.
-
-    Raises:
-        ValueError: several optimizers, Adagrad, or a group in which nothing trains.
-    """
-    if len(optimizers) > 1:
-        raise ValueError(
-            f'ZeROStrategy(engine="deepspeed") got {len(optimizers)} optimizers, and DeepSpeed divides the states of'
-            ' one. Use engine="native" or "fsdp2", or one optimizer with several groups.'
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.Adagrad):
-            raise ValueError(
-                'ZeROStrategy(engine="deepspeed") got Adagrad, in whose place DeepSpeed makes another with one group.'
-                ' Use engine="native" or "fsdp2", or another optimizer.'
-            )
-        idle = [i for i, g in enumerate(optimizer.param_groups) if not any(p.requires_grad for p in g["params"])]
-        if idle:
-            raise ValueError(
-                f'ZeROStrategy(engine="deepspeed"): nothing in group {idle[0]} of {type(optimizer).__name__} requires a'
-                " gradient, and DeepSpeed divides every group. Leave frozen parameters out of configure_optimizers."
-            )
+        super().release()

@@ -70,7 +70,7 @@ class DeepSpeedOptions:
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "bf16": {"enabled": self.dtype == torch.bfloat16, "check_grad_overflow": False},
             "zero_optimization": zero,
             "steps_per_print": 1 << 60,
         }

@@ -1,21 +1,23 @@
 """Where DeepSpeed keeps a parameter's states: this rank's fragment of each, in one way of speaking for all stages.
 
-The one idea: in every stage the optimizer updates flat vectors of 32 bits, and a parameter's elements that this rank
-owns lie in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements), and is
-read and written as a piece of one process's state.
+The one idea: in every stage DeepSpeed keeps flat vectors of 32 bits, and a parameter's elements that this rank owns lie
+in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements). In a step it is
+a parameter of the user's optimizer, which keeps a state for it: one without a gradient is passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.zero.state import Piece
+from lightning_parallel.zero.partition import is_by_element
+from lightning_parallel.zero.state import Piece, host_copy
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Fragment:
     begin: int
     numel: int
     shape: torch.Size
+
+    @cached_property
+    def segment(self) -> nn.Parameter:
+        """The elements as a parameter of the optimizer, 1-D, in the vector's memory."""
+        return nn.Parameter(self.of(self.flat))
 
     def of(self, vector: Tensor) -> Tensor:
         """The elements in a vector of the same layout."""
@@ -102,28 +109,22 @@ def sharded_piece(parameter: Any, rank: int) -> Piece | None:
 def pieces_of(optimizer: Optimizer, numbered: Mapping[int, Fragment]) -> dict[int, dict[str, Any]]:
     """This rank's part of an optimizer's state: by number of the parameter, by field."""
     return {
-        number: {name: _piece(value, fragment) for name, value in optimizer.state[fragment.flat].items()}
+        number: {name: _piece(name, value, fragment) for name, value in optimizer.state[fragment.segment].items()}
         for number, fragment in numbered.items()
-        if optimizer.state.get(fragment.flat)
+        if optimizer.state.get(fragment.segment)
     }
 
 
-def write_states(optimizer: Optimizer, numbered: Mapping[int, Fragment], states: Mapping[int, Any]) -> None:
-    """Take this rank's part of a one-process optimizer's states."""
-    for number, fragment in numbered.items():
-        for name, value in states.get(number, {}).items():
-            own = optimizer.state.setdefault(fragment.flat, {})
-            if not _by_element(name, value, fragment.shape):
-                own[name] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            fragment.write(own.setdefault(name, torch.zeros_like(fragment.flat).detach()), value)
+def cut_state(fields: Mapping[str, Any], fragment: Fragment) -> dict[str, Any]:
+    """This rank's part of one parameter's state in one process."""
+    end = fragment.begin + fragment.numel
+    return {
+        name: value.flatten()[fragment.begin : end].clone() if is_by_element(name, value, fragment.shape) else value
+        for name, value in fields.items()
+    }
 
 
-def _piece(value: Any, fragment: Fragment) -> Any:
-    if isinstance(value, Tensor) and value.shape == fragment.flat.shape:
-        return fragment.piece(value)
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def _by_element(name: str, value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and name != "step" and value.shape == shape
+def _piece(name: str, value: Any, fragment: Fragment) -> Any:
+    if is_by_element(name, value, fragment.segment.shape):
+        return Piece(fragment.begin, value.detach().cpu().clone(), fragment.shape)
+    return host_copy(value)

@@ -1,15 +1,14 @@
 """The engine of stage 3, and of stage 2 if asked for, on PyTorch's FSDP2.
 
 The one idea: FSDP2 divides parameters, gradients and so optimizer states, gathers a block before it computes and
-reduces its gradients behind it. This class decides what it is given; `sharded_states.py` speaks of states.
+reduces its gradients behind it. This class decides what it is given, and speaks of states in pieces of one process's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,46 +19,16 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.gradient import joined_norm
-from lightning_parallel.zero.sharded_states import ShardedStates
-from lightning_parallel.zero.sharding import Prefetch, Sharding
-from lightning_parallel.zero.shards import (
-    called,
-    find_blocks,
-    keep_dtype,
-    local_of,
-)
+from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.shard_gradients import ShardGradients
+from lightning_parallel.zero.shard_states import ShardOptions, ShardStates
+from lightning_parallel.zero.sharding import Sharding
+from lightning_parallel.zero.shards import called, find_blocks, keep_dtype, local_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-@dataclass(frozen=True)
-class ShardOptions:
-    """How to shard.
-
-    Args:
-        stage: 3 frees a block's parameters after its forward, 2 after its backward.
-        blocks: see `find_blocks`.
-        compute: the dtype in which blocks compute; None is the parameters' own.
-        master: make parameters 32 bits wide before they are sharded.
-        offload: keep shards, gradients and optimizer states in the host's memory.
-        keep_root: in stage 3 keep what lies outside of blocks from forward to backward, which needs it at once.
-        prefetch: on GPUs, which blocks' gathers are asked for ahead: "none" beside what FSDP2 does by itself, those of
-            the "forward", or "both" ways.
-        whole_module: the module's steps are its forward; False shards its children as roots of their own, for steps
-            that run backwards themselves.
-    """
-
-    stage: int = 3
-    blocks: str | Sequence[str] = "auto"
-    compute: torch.dtype | None = None
-    master: bool = False
-    offload: bool = False
-    keep_root: bool = False
-    prefetch: Prefetch = "forward"
-    whole_module: bool = True
-
-
-class ShardedEngine(ShardedStates):
+class ShardedEngine(ShardStates):
     """Shards a module and answers for its states.
 
     Args:
@@ -70,6 +39,7 @@ class ShardedEngine(ShardedStates):
         options: how.
         control: a group for host tensors.
         copies: other modules of the same structure that are sharded alike.
+        waiting: a context entered while this process is blocked.
 
     Raises:
         ValueError: `whole_module` is False, and a parameter lies outside of all modules that are called.
@@ -83,17 +53,15 @@ class ShardedEngine(ShardedStates):
         options: ShardOptions,
         control: Any = None,
         copies: Sequence[nn.Module] = (),
+        waiting: Waiting = lambda what: nullcontext(),
     ) -> None:
-        self.module, self.mesh, self.device, self.options, self.control = module, mesh, device, options, control
-        names = mesh.mesh_dim_names or ()
-        self.shards = mesh["shards"] if "shards" in names else mesh
-        self._tells = "replicas" not in names or mesh["replicas"].get_local_rank() == 0  # others hold the same
-        self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
-        self.broadcast_buffers = True
-        self._saved: dict[int, tuple[Any, Any]] = {}
-        self._masters: dict[str, Any] = {}
-        self._model: dict[str, dict[str, Any]] | None = None
+        super().__init__(module, mesh, options, control)
+        self.device, self.broadcast_buffers = device, True
         self._shardings = [self._shard(m) for m in (module, *copies)]
+        names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
+        parts = self._shardings[0].parts
+        named = [names[cast(nn.Module, part)] for part in parts]
+        self._gradients = ShardGradients(parts, named, control, device.type == "cpu", waiting)
 
     @property
     def group(self) -> Any:
@@ -151,7 +119,7 @@ class ShardedEngine(ShardedStates):
 
     def backward(self) -> AbstractContextManager[None]:
         """Around a backward."""
-        return nullcontext()
+        return self._gradients.backward()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around batches after which no optimizer steps; gradients are reduced all the same, to stay divided."""

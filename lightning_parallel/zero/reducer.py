@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.collectives import Traffic
+from lightning_parallel.zero.votes import vote
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
 _IN_FLIGHT = 2  # buckets whose gradients are on their way at a time; their vectors are freed when they have arrived
@@ -236,22 +237,5 @@ class Reducer:
         self._order = order.tolist()
 
     def _vote(self, made: list[list[bool]], pausing: bool, late: bool = False) -> list[list[bool]]:
-        flags = [vote for bucket in made for vote in bucket]
-        votes = torch.tensor([*flags, late, pausing, self.rounds], dtype=torch.int64)
-        dist.all_reduce(votes, group=self.group)
-        *counts, self._late, ended, rounds = votes.tolist()
-        ranks = dist.get_world_size(self.group)
-        if rounds != self.rounds * ranks:
-            raise RuntimeError(
-                f"This rank has reduced the gradients of {self.rounds} backwards, on average the {ranks} ranks have"
-                f" {rounds / ranks:g}: a rank has left out a backward. To skip a batch on some ranks, return 0 * its"
-                " loss there."
-            )
-        if 0 < ended < ranks:
-            raise ValueError(
-                f"{ended} of {ranks} ranks have come to the end of their training batches,"
-                " the others have more. All need as many: use a map-style dataset (Lightning deals its rows evenly),"
-                " limit_train_batches=, or an iterable that gives every rank the same number of batches."
-            )
-        answers = iter(counts)
-        return [[next(answers) > 0 for _ in bucket] for bucket in made]
+        answers, self._late = vote(made, late, pausing, self.rounds, self.group)
+        return answers

@@ -33,6 +33,9 @@ class Sharding:
         prefetch: gather a block while the one before it computes: in no way, on the way "forward" or on "both".
         of_roots: options of `fully_shard` that are others for roots.
         **options: of `fully_shard`.
+
+    Attributes:
+        parts: the modules that were sharded.
     """
 
     def __init__(
@@ -47,14 +50,14 @@ class Sharding:
     ) -> None:
         self.module = module
         self._footprints = Footprints(module.modules())
-        self._parts: list[FSDPModule] = []
+        self.parts: list[FSDPModule] = []
         for part in [*blocks, *roots]:
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
                 kind = type(part)
                 _refuse_mixed(part)
                 fully_shard(part, **{**options, **(of_roots if any(part is root for root in roots) else {})})
                 type(part).__name__ = kind.__name__  # summaries and profilers show it
-                self._parts.append(cast(FSDPModule, part))
+                self.parts.append(cast(FSDPModule, part))
         if isinstance(module, FSDPModule):
             _gather_around(module, methods)
         for block, following in pairwise(blocks) if prefetch != "none" else ():
@@ -65,7 +68,7 @@ class Sharding:
 
     def free(self) -> None:
         """Free what a forward without a backward left gathered; after an optimizer's step it would be out of date."""
-        for part in self._parts:
+        for part in self.parts:
             part.reshard()
 
     def undo(self) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from tests.trainer.modules import Classifier, row_dataset
-from tests.trainer.zeros import STAGES, Fit, on_ranks, zero
+from tests.trainer.zeros import EACH, Fit, on_ranks
 
 
 class Frozen(Classifier):
@@ -37,10 +37,10 @@ def saves(path: Path) -> Any:
     return save
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_parameter_and_buffer_is_saved_and_resumed(tmp_path: Path, stage: int):
+@pytest.mark.parametrize("strategy", EACH)
+def test_every_parameter_and_buffer_is_saved_and_resumed(tmp_path: Path, strategy: Any):
     path = tmp_path / "frozen.ckpt"
-    [first] = on_ranks([(Fit(Frozen, {"max_epochs": 2}, one_batch, after=saves(path)), zero(stage))], 2)
+    [first] = on_ranks([(Fit(Frozen, {"max_epochs": 2}, one_batch, after=saves(path)), strategy)], 2)
     saved = torch.load(path, weights_only=False)["state_dict"]
     torch.manual_seed(1)
     made = Frozen().state_dict()
@@ -49,6 +49,6 @@ def test_every_parameter_and_buffer_is_saved_and_resumed(tmp_path: Path, stage: 
     assert float(saved["seen"]) == 2.0
     assert all(torch.equal(saved[name], value) for name, value in first[0].extra.items())
     resumed = Fit(Frozen, {"max_epochs": 3}, one_batch, after=lambda _, module: module.state_dict(), resume=path)
-    [second] = on_ranks([(resumed, zero(stage))], 2)
+    [second] = on_ranks([(resumed, strategy)], 2)
     assert torch.equal(second[1].extra["net.0.weight"], made["net.0.weight"])
     assert not torch.equal(second[1].extra["net.2.weight"], saved["net.2.weight"])

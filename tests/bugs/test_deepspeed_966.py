@@ -1,6 +1,5 @@
 """Losses differed from stage to stage, the more with accumulation, where weights are shared and branches vary."""
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.trainer.modules import CLASSES, WIDTH, Classifier
 from tests.trainer.pipelines import LOSS, WEIGHTS
-from tests.trainer.zeros import Fit, ddp, on_ranks, zero
+from tests.trainer.zeros import STAGES, Fit, ddp, on_ranks, others, zero
 
 
 class Shared(Classifier):
@@ -43,17 +42,14 @@ def test_every_stage_is_ddp():
         torch.testing.assert_close(ours[0].weights, theirs[0].weights, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_says_what_it_would_move_without_a_gradient(stage: int):
-    """Every step that uses all layers is DDP's; the first that does not ends in words."""
-    options = {"accumulate_grad_batches": 2, "limit_train_batches": 4, "limit_val_batches": 0}
-    whole = Fit(Shared, {"max_epochs": 1, **options})
-    jobs = [(whole, ddp(find_unused_parameters=True)), (whole, zero(stage, engine="deepspeed"))]
-    theirs, ours = on_ranks(jobs, 2, timeout=95.0)
-    torch.testing.assert_close(ours[0].weights, theirs[0].weights, **WEIGHTS)
-    plain = Fit(Shared, {"max_epochs": 1, "limit_val_batches": 0})
-    with pytest.raises(Exception, match=r"no rank made a gradient for `extra\.weight`, `extra\.bias` in this step\."):
-        on_ranks([(plain, zero(stage, engine="deepspeed"))], 2, timeout=95.0)
+@pytest.mark.parametrize("strategies", [others("fsdp2", [2, 3]), others("deepspeed", STAGES)])
+def test_every_engine_is_ddp(strategies: Any):
+    """With and without accumulation; in the latter every other step leaves a layer alone."""
+    peer = ddp(find_unused_parameters=True)
+    for accumulated in (1, 2):
+        run = Fit(Shared, {"max_epochs": 1, "accumulate_grad_batches": accumulated})
+        theirs, *all_of_ours = on_ranks([(run, make) for make in (peer, *strategies)], 2, timeout=70.0)
+        for ours in all_of_ours:
+            for mine, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(mine.losses, other.losses, **LOSS)
+            torch.testing.assert_close(ours[0].weights, theirs[0].weights, **WEIGHTS)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.trainer.modules import WIDTH, Classifier, row_dataset
 from tests.trainer.pipelines import LOSS
-from tests.trainer.zeros import STAGES, Fit, fit, on_ranks, zero
+from tests.trainer.zeros import EACH, Fit, fit, on_ranks
 
 
 class FiveRows(Classifier):
@@ -36,12 +36,12 @@ def saves(path: Path) -> Any:
     return save
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_next_losses_are_the_same(tmp_path: Path, stage: int):
+@pytest.mark.parametrize("strategy", EACH)
+def test_the_next_losses_are_the_same(tmp_path: Path, strategy: Any):
     path = tmp_path / "two.ckpt"
     reference = fit(run(2), "auto", 1).losses[2:]
-    on_ranks([(run(1, saves(path)), zero(stage))], 2)
+    on_ranks([(run(1, saves(path)), strategy)], 2)
     torch.testing.assert_close(fit(run(2, resume=path), "auto", 1).losses, reference, **LOSS)
-    [results] = on_ranks([(run(2, resume=path), zero(stage))], 4)
+    [results] = on_ranks([(run(2, resume=path), strategy)], 4)
     for result in results:
         torch.testing.assert_close(result.losses, reference, **LOSS)

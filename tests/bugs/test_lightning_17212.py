@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.trainer.modules import CLASSES, Classifier
 from tests.trainer.pipelines import LOSS
-from tests.trainer.zeros import Fit, on_ranks, zero
+from tests.trainer.zeros import Fit, on_ranks, others, zero
 
 
 class Branches(Classifier):
@@ -37,10 +37,20 @@ class Both(Branches):
         return sum(losses) / 2
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_absent_gradients_count_as_zero(stage: int):
-    options = {"max_epochs": 1, "use_distributed_sampler": False}
-    ours, reference = on_ranks([(Fit(Branches, options), zero(stage)), (Fit(Both, options), zero(stage))], 2)
-    torch.testing.assert_close(ours[0].weights, reference[0].weights, **LOSS)
-    both = torch.stack([ours[0].losses, ours[1].losses]).mean(0)
-    torch.testing.assert_close(both, reference[0].losses, **LOSS)
+OPTIONS = {"max_epochs": 1, "use_distributed_sampler": False}
+
+
+@pytest.mark.parametrize("strategies", [pytest.param([zero(1), zero(2)], id="own"), others("deepspeed", [1, 2])])
+def test_absent_gradients_count_as_zero(strategies: Any):
+    jobs = [(Fit(kind, OPTIONS), make) for make in strategies for kind in (Branches, Both)]
+    results = on_ranks(jobs, 2, timeout=140.0)
+    for ours, reference in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(ours[0].weights, reference[0].weights, **LOSS)
+        both = torch.stack([ours[0].losses, ours[1].losses]).mean(0)
+        torch.testing.assert_close(both, reference[0].losses, **LOSS)
+
+
+@pytest.mark.parametrize("strategies", [others("deepspeed", [3])])
+def test_parameters_that_are_gathered_by_call_need_the_same_calls(strategies: Any):
+    with pytest.raises(Exception, match=r"call different ones in a step. One rank is at the forward of `extra`"):
+        on_ranks([(Fit(Branches, OPTIONS), strategies[0])], 2)

@@ -1,5 +1,6 @@
 """A compiled submodule left `_orig_mod` in the keys of checkpoints, and resuming from them failed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from tests.trainer.modules import Classifier, row_dataset
-from tests.trainer.zeros import STAGES, Fit, on_ranks, zero
+from tests.trainer.zeros import EACH, OTHERS, STAGES, Fit, on_ranks, zero
 
 
 class Compiles(Classifier):
@@ -30,14 +31,14 @@ def saves(path: Path) -> Any:
     return save
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_keys_are_clean_and_resume_works(tmp_path: Path, stage: int):
+@pytest.mark.parametrize("strategy", EACH)
+def test_keys_are_clean_and_resume_works(tmp_path: Path, strategy: Any):
     path = tmp_path / "compiled.ckpt"
     plain = Fit(Classifier, {"max_epochs": 4}, one_batch)
     compiled = Fit(Compiles, {"max_epochs": 2}, one_batch, after=saves(path))
-    reference, _ = on_ranks([(plain, zero(stage)), (compiled, zero(stage))], 2)
+    reference, _ = on_ranks([(plain, strategy), (compiled, strategy)], 2)
     assert list(torch.load(path, weights_only=False)["state_dict"]) == list(Classifier().state_dict())
-    [resumed] = on_ranks([(Fit(Compiles, {"max_epochs": 4}, one_batch, resume=path), zero(stage))], 2)
+    [resumed] = on_ranks([(Fit(Compiles, {"max_epochs": 4}, one_batch, resume=path), strategy)], 2)
     torch.testing.assert_close(resumed[0].weights, reference[0].weights)
 
 
@@ -51,19 +52,20 @@ class Replaced(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_compiled_module_that_is_assigned(tmp_path: Path, stage: int):
+@pytest.mark.parametrize(("stage", "engine"), [*((stage, None) for stage in STAGES), *OTHERS])
+def test_a_compiled_module_that_is_assigned(tmp_path: Path, stage: int, engine: Any):
+    make = partial(zero, stage, engine=engine)
     path, folder = tmp_path / "compiled.ckpt", tmp_path / "folder"
     plain = Fit(Classifier, {"max_epochs": 4}, one_batch)
     compiled = Fit(Replaced, {"max_epochs": 2}, one_batch, after=saves(path))
     sharded = Fit(Replaced, {"max_epochs": 2}, one_batch, after=saves(folder))
-    jobs = [(plain, zero(stage)), (compiled, zero(stage)), (sharded, zero(stage, state_dict_type="sharded"))]
-    reference, _, _ = on_ranks(jobs, 2)
+    jobs = [(plain, make()), (compiled, make()), (sharded, make(state_dict_type="sharded"))]
+    reference, _, _ = on_ranks(jobs, 2, timeout=110.0)
     assert list(torch.load(path, weights_only=False)["state_dict"]) == list(Classifier().state_dict())
     later = [
-        Fit(make, {"max_epochs": 4}, one_batch, resume=saved)
+        Fit(kind, {"max_epochs": 4}, one_batch, resume=saved)
         for saved in (path, folder)
-        for make in (Replaced, Classifier)
+        for kind in (Replaced, Classifier)
     ]
-    for results in on_ranks([(run, zero(stage)) for run in later], 2):
+    for results in on_ranks([(run, make()) for run in later], 2, timeout=110.0):
         assert torch.equal(results[0].losses, reference[0].losses[2:])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.trainer.modules import CLASSES, Classifier
 from tests.trainer.pipelines import LOSS, WEIGHTS
-from tests.trainer.zeros import STAGES, Fit, fit, on_ranks, zero
+from tests.trainer.zeros import SEVERAL, Fit, fit, on_ranks
 
 
 class Conditional(Classifier):
@@ -29,14 +29,15 @@ class Conditional(Classifier):
         return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.2)
 
 
+@pytest.mark.parametrize("strategies", SEVERAL)
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_as_in_one_process(accumulate: int):
+def test_as_in_one_process(accumulate: int, strategies: Any):
     options = {
         "max_steps": 4, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False, "limit_val_batches": 0,
         "max_epochs": 2,
     }  # fmt: skip
     run = Fit(Conditional, options)
     reference = fit(run, "auto", 1)
-    for results in on_ranks([(run, zero(stage)) for stage in STAGES], 2):
+    for results in on_ranks([(run, make) for make in strategies], 2, timeout=140.0):
         torch.testing.assert_close(results[0].losses, reference.losses, **LOSS)
         torch.testing.assert_close(results[0].weights, reference.weights, **WEIGHTS)

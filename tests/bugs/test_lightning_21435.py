@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.trainer.modules import Classifier
 from tests.trainer.pipelines import LOSS, WEIGHTS
-from tests.trainer.zeros import STAGES, Fit, fit, on_ranks, zero
+from tests.trainer.zeros import SEVERAL, Fit, fit, on_ranks
 
 
 class Fused(Classifier):
@@ -16,10 +17,11 @@ class Fused(Classifier):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-def test_as_in_one_process():
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_as_in_one_process(strategies: Any):
     options = {"max_steps": 4, "gradient_clip_val": 0.1, "use_distributed_sampler": False, "limit_val_batches": 0}
     run = Fit(Fused, options)
     reference = fit(run, "auto", 1)
-    for results in on_ranks([(run, zero(stage)) for stage in STAGES], 2):
+    for results in on_ranks([(run, make) for make in strategies], 2, timeout=140.0):
         torch.testing.assert_close(results[0].losses, reference.losses, **LOSS)
         torch.testing.assert_close(results[0].weights, reference.weights, **WEIGHTS)

@@ -1,10 +1,12 @@
 """Whole Trainer runs under ZeRO on forked ranks, beside Lightning's DDP on the same ranks with the same rows."""
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -18,6 +20,7 @@ from tests.trainer.modules import row_dataset
 from tests.trainer.pipelines import Recorder, join_as_torchrun, make_trainer
 
 STAGES = (1, 2, 3)
+OTHERS = [(2, "fsdp2"), *((stage, "deepspeed") for stage in STAGES)]  # beside each stage's own engine
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,21 @@ def ddp(**options: Any) -> Callable[[], Any]:
 def zero(stage: int, **options: Any) -> Callable[[], Any]:
     """ZeRO with small buckets."""
     return lambda: ZeROStrategy(stage=stage, **{"bucket_mb": 1e-4, **options})
+
+
+def _marks(engine: str) -> list[Any]:
+    missing = engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None
+    return [pytest.mark.slow, pytest.mark.timeout(150), pytest.mark.skipif(missing, reason="DeepSpeed is not there")]
+
+
+def others(engine: str, stages: Sequence[int]) -> Any:
+    """One engine in several stages, for one slow test."""
+    return pytest.param([zero(stage, engine=engine) for stage in stages], marks=_marks(engine), id=engine)
+
+
+# All engines in all stages: a few for one test, or one for each.
+SEVERAL = [
+    pytest.param([zero(stage) for stage in STAGES], id="own"), others("fsdp2", [2]), others("deepspeed", STAGES),
+]  # fmt: skip
+EACH = [pytest.param(zero(stage), id=f"own-{stage}") for stage in STAGES]
+EACH += [pytest.param(zero(stage, engine=e), marks=_marks(e), id=f"{e}-{stage}") for stage, e in OTHERS]

@@ -1,13 +1,14 @@
-"""What FSDP2's shards of a module say of its states, in pieces of one process's: weights, optimizer, 32-bit copies.
+"""The states that FSDP2 divided: spoken of in pieces of one process's, gathered, loaded, and counted.
 
-The one idea: a shard knows which elements of which parameter it holds, so pieces of all ranks make the same whole as
-those of any other engine. How the module was sharded is `full_shards.py`'s business.
+The one idea: a shard is some rows of a tensor, so it is a piece like any other engine's, and no checkpoint knows who
+wrote it. Left out: steps (``full_shards.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +20,56 @@ from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
+from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import cut_like, local_of, padded_numel, piece_of, wrap_like, write_whole
 from lightning_parallel.zero.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
 
-if TYPE_CHECKING:
-    from lightning_parallel.zero.full_shards import ShardOptions
 
+@dataclass(frozen=True)
+class ShardOptions:
+    """How to shard.
 
-class ShardedStates:
-    """Answers for the states of a module that is sharded.
-
-    Attributes:
-        module: the module.
-        shards: the ranks among which it is divided.
-        options: how.
-        control: a group for host tensors.
-        dtypes: of parameters by name, as they were.
+    Args:
+        stage: 3 frees a block's parameters after its forward, 2 after its backward.
+        blocks: see `find_blocks`.
+        compute: the dtype in which blocks compute; None is the parameters' own.
+        master: make parameters 32 bits wide before they are sharded.
+        offload: keep shards, gradients and optimizer states in the host's memory.
+        keep_root: in stage 3 keep what lies outside of blocks from forward to backward, which needs it at once.
+        prefetch: on GPUs, which blocks' gathers are asked for ahead: "none" beside what FSDP2 does by itself, those of
+            the "forward", or "both" ways.
+        whole_module: the module's steps are its forward; False shards its children as roots of their own, for steps
+            that run backwards themselves.
     """
 
-    module: nn.Module
-    shards: DeviceMesh
-    options: ShardOptions
-    control: Any
-    dtypes: dict[str, torch.dtype]
-    free_gathered: Callable[[], None]
-    _tells: bool  # whether this rank says what it holds, or others hold the same
-    _saved: dict[int, tuple[Any, Any]]
-    _masters: dict[str, Any]
-    _model: dict[str, dict[str, Any]] | None
+    stage: int = 3
+    blocks: str | Sequence[str] = "auto"
+    compute: torch.dtype | None = None
+    master: bool = False
+    offload: bool = False
+    keep_root: bool = False
+    prefetch: Prefetch = "forward"
+    whole_module: bool = True
+
+
+class ShardStates:
+    """The model's and the optimizers' states, each rank with its shards.
+
+    Args:
+        module, mesh, options, control: see `ShardedEngine`.
+    """
+
+    _shardings: list[Sharding]
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions, control: Any) -> None:
+        self.module, self.mesh, self.options, self.control = module, mesh, options, control
+        names = mesh.mesh_dim_names or ()
+        self.shards = mesh["shards"] if "shards" in names else mesh
+        self._tells = "replicas" not in names or mesh["replicas"].get_local_rank() == 0  # others hold the same
+        self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
+        self._saved: dict[int, tuple[Any, Any]] = {}
+        self._masters: dict[str, Any] = {}
+        self._model: dict[str, dict[str, Any]] | None = None
 
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state, in the dtypes it had, on the gathering rank; nothing elsewhere."""
@@ -123,7 +146,8 @@ class ShardedStates:
         Parameters are those of the optimizer: where it updates 32 bits there is no copy beside them. Moved are the
         bytes that blocks compute with. (Between steps FSDP2's stage 2 holds no more than its stage 3.)
         """
-        self.free_gathered()
+        for sharding in self._shardings:
+            sharding.free()
         sharded = [p for p in self.module.parameters() if isinstance(p, DTensor)]
         trained = [p for p in sharded if p.requires_grad]
         size, ranks = trained[0].element_size(), self.shards.size()

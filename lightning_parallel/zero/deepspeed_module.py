@@ -1,0 +1,142 @@
+"""A module in DeepSpeed's hands: what DeepSpeed is given, what it leaves on the module, and how that is taken away.
+
+The one idea: what is there after `deepspeed.initialize` and was not before goes when a run ends, so the same module may
+train again, on other ranks or none. Left out: steps (``deepspeed_engine.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.zero.compiled_names import clean_name
+from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
+from lightning_parallel.zero.footprints import Footprints
+from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.same_calls import SameCalls
+
+
+class DividedModule(DividedStates):
+    """Hands a module to DeepSpeed, and takes it back.
+
+    Args:
+        module, optimizer, device, options, control: see `DeepSpeedEngine`.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, device: torch.device, options: DeepSpeedOptions,
+        control: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(module, optimizer, options, control)
+        self.device = device
+        self._calls: SameCalls | None = None
+
+    def initialize(self, local_rank: int, waiting: Waiting) -> None:
+        """Let DeepSpeed divide; all ranks get the first one's parameters. Collective."""
+        self._footprints = Footprints(self.module.modules())
+        self._marks = {parameter: set(vars(parameter)) for parameter in self.module.parameters()}
+        self.deepspeed = self._initialize(local_rank)
+        self._footprints.noted()
+        if self.options.stage == 3:
+            self._calls = self._watch_calls(waiting)
+
+    def _watch_calls(self, waiting: Waiting) -> SameCalls:
+        """Compare what ranks call before DeepSpeed gathers it, and what they made gradients of before it is reduced."""
+        parts = [*self.module.named_modules(), *self.module.named_parameters()]
+        numbers = {part: number for number, (_, part) in enumerate(parts)}
+        names = [clean_name(name) or type(self.module).__name__ for name, _ in parts]
+        calls = SameCalls(names, self.control, "deepspeed", self.device.type == "cpu", waiting)
+
+        def watched(way: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def compared(part: Any) -> Any:
+                if isinstance(part, Tensor) or next(part.parameters(recurse=False), None) is not None:
+                    calls.call(numbers[part], way)
+                return run(part)
+
+            return compared
+
+        for way in ("forward", "backward"):
+            name = f"pre_sub_module_{way}_function"
+            setattr(self._offload, name, watched(way, getattr(self._offload, name)))
+        if self.optimizer is not None:
+            reduce = self.inner.reduce_ready_partitions_and_remove_grads
+            self.inner.reduce_ready_partitions_and_remove_grads = watched("backward", reduce)
+        return calls
+
+    def end_calls(self) -> None:
+        """A backward has ended here: ranks have called the same modules in it."""
+        if self._calls is not None:
+            self._calls.end()
+
+    def _initialize(self, local_rank: int) -> Any:
+        deepspeed = import_deepspeed(self.device)
+        engine, *_ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=local_rank),
+            model=self.module,
+            optimizer=self.optimizer,
+            model_parameters=[p for group in self.groups for p in group] if self.groups else [],
+            config=self.options.configuration(self.device),
+            dist_init_required=False,
+        )
+        if self.options.stage == 3:
+            self._offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+            for hook in (self._offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook):
+                hook.remove()  # a step begins where the module's step is called, not where its forward is
+            for name in STEPS:
+                self._wrap(engine, name)
+        return engine
+
+    def _wrap(self, engine: Any, name: str) -> None:
+        """Tell DeepSpeed where a step of the module begins and ends."""
+        step = getattr(self.module, name, None)
+        if step is None:
+            return
+
+        @wraps(step)
+        def wrapped(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._offload.get_param_coordinator().reset_step()
+            engine._forward_prologue(args, kwargs)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                engine._forward_epilogue()
+
+        setattr(self.module, name, MethodType(wrapped, self.module))
+
+    def release(self) -> None:
+        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
+        whole, self._released = self._whole_parameters(), True
+        self.deepspeed.destroy()
+        for parameter, values in whole.items():
+            for name in set(vars(parameter)) - self._marks[parameter]:
+                delattr(parameter, name)
+            parameter.data, parameter.grad = values, None
+        for module in self._footprints.remove():
+            module._parameters = dict(module._parameters.items())
+        if self.optimizer is not None:
+            for name in ("step", "zero_grad", "add_param_group"):
+                vars(self.optimizer).pop(name, None)
+            self.optimizer.state.clear()
+            for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+                group["params"] = params
+        forget_groups()
+
+    def _whole_parameters(self) -> dict[nn.Parameter, Tensor]:
+        if self.options.stage < 3:
+            return {p: p.data.to("cpu", copy=True) for p in self.module.parameters()}
+        self._offload.partition_all_parameters()
+        gathered = import_deepspeed(self.device).zero.GatheredParameters
+        whole: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.module.parameters():
+            with gathered([parameter]):
+                whole[parameter] = parameter.data.to("cpu", copy=True)
+        return whole
