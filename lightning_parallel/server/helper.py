@@ -27,6 +27,7 @@ class Helper(Caller):
         self.portion: m.Portion | None = None  # what is to be done
         self.vector: Tensor | None = None  # where: ``x`` of the portion's batch, shape (size,), float64
         self.first = 0  # portions in which it was the first
+        self.prefers = -1  # the portion whose rows are at hand
         self._value: float | None = None  # of the result that is on its way
 
     @property
@@ -78,7 +79,7 @@ class Helper(Caller):
         if self.leaving:
             return m.Leave()
         if self.portion is None:
-            return m.Idle()
+            return m.Idle(self.prefers)
         if self._value is not None and self.is_answered:
             return m.Finished(self.portion.batch, self.portion.portion, self._value)
         return m.Lease()
