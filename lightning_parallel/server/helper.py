@@ -46,6 +46,12 @@ class Helper(Caller):
         self._value = value
         return self.ask(("add", "g"), vector, self.portion.batch, self.portion.portion)
 
+    def skip(self) -> list[m.Message]:
+        """Leave the portion in hand: its batch is over."""
+        assert self.has_work
+        self._value = 0.0
+        return [self._to(MANAGER, self._sign_of_life())]
+
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
         out, body = super().handle(message, now), message.body
