@@ -36,6 +36,7 @@ from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.meeting import MeetingStrategy
 from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
 from lightning_parallel.trainer.dealt_rows import DealtRows
+from lightning_parallel.trainer.evaluation_rows import EvaluationRows
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.far_servers import Placement, start_servers
 from lightning_parallel.trainer.hosts import Hosts, watch
@@ -160,6 +161,7 @@ class ParameterServerStrategy(MeetingStrategy):
         self.island: Island | None = None
         self.worker: ServerWorker | None = None
         self.rows: DealtRows | None = None
+        self.evaluations: EvaluationRows | None = None
         self.versions: Versions | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
@@ -242,6 +244,7 @@ class ParameterServerStrategy(MeetingStrategy):
         if together:
             refuse_steps(trainer, type(self).__name__)
         self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)
+        self.evaluations = EvaluationRows(trainer, self._line, self._meet)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)
@@ -261,10 +264,24 @@ class ParameterServerStrategy(MeetingStrategy):
             self._start()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Have the rows of training loaders dealt by the hub."""
-        if self.rows is not None and self._module.trainer.training:
+        """Have the rows of training loaders dealt by the hub, and those of evaluations among all who are there."""
+        trainer = self._module.trainer
+        if self.rows is not None and trainer.training:
             self.rows.take(dataloader)
+        elif self.evaluations is not None and (trainer.evaluating or trainer.sanity_checking):
+            self.evaluations.take(dataloader)
         return dataloader
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().test_step(*args, **kwargs))
+
+    def _evaluated(self, output: Any) -> Any:
+        if self.evaluations is not None:
+            self.evaluations.after_step()
+        return output
 
     def on_train_start(self) -> None:
         if self.restarts and (self.rows is None or not self.rows.are_dealt):
@@ -361,6 +378,7 @@ class ParameterServerStrategy(MeetingStrategy):
                 self.worker.close(failed)
         finally:
             self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
+            self.evaluations = None
             if self._external is not None and failed:
                 self._external.close()
                 self._external = None

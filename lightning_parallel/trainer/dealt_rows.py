@@ -56,6 +56,14 @@ def share_of(sampler: DistributedSampler, part: Part) -> DistributedSampler:
     return share
 
 
+def loader_of(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+    """A loader of other batches, given by their rows."""
+    other = copy.copy(loader)
+    object.__setattr__(other, "_iterator", None)
+    object.__setattr__(other, "batch_sampler", batches)
+    return other
+
+
 class DealtRows:
     """Sees to it that a worker trains on what the hub deals it.
 
@@ -199,7 +207,5 @@ class DealtRows:
         self._resize(int(loop.max_batches) + len(batches))
         fetcher.length, fetcher.done = int(loop.max_batches), False
         self._progress.is_last_batch = False
-        loader = copy.copy(self._loader)
-        object.__setattr__(loader, "_iterator", None)
-        object.__setattr__(loader, "batch_sampler", batches)
-        combined._iterator.iterators[0] = iter(loader)  # type: ignore[arg-type]
+        assert self._loader is not None
+        combined._iterator.iterators[0] = iter(loader_of(self._loader, batches))

@@ -66,6 +66,7 @@ class Hub:
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
+        self._may_lose = False  # whether the others go on without one that dies before there are servers
         self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self._batches: dict[int, bytes] = {}  # of the step that all make together
@@ -116,6 +117,8 @@ class Hub:
             self._say(rank, "answer", self._more(rank))
         elif kind == "batch":
             self._say(rank, "answer", self._batches[rest[0]])
+        elif kind == "may lose":
+            self._may_lose = True
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
@@ -136,14 +139,14 @@ class Hub:
     def _gone(self, line: AnyConnection, rank: int) -> None:
         """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
         hint = self._hint(rank)
-        if self.failure is None and (0 in self._island(rank) or self.hosting is None):
+        if self.failure is None and (0 in self._island(rank) or not (self.hosting or self._may_lose)):
             self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
         self._leave_behind(line, rank, hint)
 
     def _leave_behind(self, line: AnyConnection, rank: int, why: str) -> None:
         is_new = rank in self.meeting.coming
         if self.failure is None:
-            dealt = "dealt to them" if self.deals.members else "skipped"
+            dealt = "dealt to them" if self.deals.members or self._may_lose else "skipped"
             _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
         if not is_new:
             self._retire(rank)

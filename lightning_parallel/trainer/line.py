@@ -110,6 +110,10 @@ class Line:
         """Tell how far this worker comes with a push, under which number servers know it; waits for nothing."""
         self._say("note", number, seq, part, batches)
 
+    def may_lose(self) -> None:
+        """Tell that the others could go on without any rank but the first, though there are no servers."""
+        self._say("may lose")
+
     def check(self) -> None:
         """Raise if the run has failed; waits for nothing.
 

@@ -134,8 +134,8 @@ class Plan:
             return AddDelta()
         if type(self.optimizer) is torch.optim.LBFGS and self.wishes.update == "server":
             raise ValueError(
-                "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS, whose steps are of all workers together."
-                f' Have the servers make those, with {name}(consistency="sandblaster").'
+                "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS, whose steps are of all workers"
+                f' together. Have the servers make those, with {name}(consistency="sandblaster").'
             )
         if isinstance(self.wishes.update, Update):
             return self.wishes.update
