@@ -118,8 +118,8 @@ def refuse_sparse(gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise ValueError(
             f"A gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}), and workers send whole"
-            ' vectors. Use sparse=False in nn.Embedding; filters=[TopK(...)] then sends few elements, and update="worker" lets'
-            " each worker run an optimizer that takes sparse gradients."
+            " vectors. Use sparse=False in nn.Embedding; filters=[TopK(...)] then sends few elements, and"
+            ' update="worker" lets each worker run an optimizer that takes sparse gradients.'
         )
 
 

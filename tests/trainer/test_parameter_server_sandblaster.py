@@ -7,7 +7,8 @@ import signal
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import ParameterServerStrategy
@@ -97,15 +98,29 @@ def test_the_portion_of_a_killed_worker_is_done_by_another(caplog):
     assert "Worker 1 is gone (SIGKILL" in caplog.text
 
 
-def reference(there, workers=3):
-    """One process whose steps are of the rows of some workers."""
+class DiesWithDealtRows(Dies):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(*rows([48])[0]), 4)
+
+
+def test_the_rows_that_a_killed_worker_leaves_are_dealt():
+    """Of its four batches two are in steps that were begun; each of the others gets one of the other two."""
+    module, _ = run(together(lease=30.0), 3, DiesWithDealtRows, use_distributed_sampler=True)
+    steps = [[(rank, step) for rank in ranks] for step, ranks in enumerate([[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]])]
+    shares = [list(DistributedSampler(range(48), 3, rank, seed=0)) for rank in range(3)]
+    assert_equal(module, reference([*steps, [(1, 2), (1, 3)]], shares), **CLOSE)
+
+
+def reference(steps, shares=None, workers=3):
+    """One process whose steps are of given batches of workers' shares, or of those of some workers, one by one."""
     torch.manual_seed(1)
-    module = Whole()
+    module, own = Whole(), 12 // workers
     optimizer, (x, y) = module.configure_optimizers(), rows([48])[0]
-    for step, ranks in enumerate(there):
-        own = 12 // workers
-        shares = [(x[rank::workers][step * own :][:own], y[rank::workers][step * own :][:own]) for rank in ranks]
-        batch = tuple(torch.cat(column) for column in zip(*shares, strict=True))
+    for number, step in enumerate(steps):
+        pairs = [one if isinstance(one, tuple) else (one, number) for one in step]
+        rows_of = shares or [list(range(rank, 48, workers)) for rank in range(workers)]
+        chosen = [row for rank, k in pairs for row in rows_of[rank][k * own :][:own]]
+        batch = x[chosen], y[chosen]
 
         def closure(batch=batch):
             optimizer.zero_grad()
@@ -133,7 +148,7 @@ class Stalls(Whole):
 
 def test_a_late_portion_is_done_by_an_idle_worker():
     """Else nobody would go on: worker 1 waits for the end of the step."""
-    assert_equal(run(together(), 2, Stalls)[0], reference([[0, 1]] * 4, 2), **CLOSE)
+    assert_equal(run(together(), 2, Stalls)[0], reference([[0, 1]] * 4, workers=2), **CLOSE)
 
 
 class Saves(Callback):
