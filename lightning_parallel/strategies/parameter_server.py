@@ -25,7 +25,7 @@ from lightning_parallel.server.consistency import Consistency, Sandblaster
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
 from lightning_parallel.server.island import Island
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.transport.session import LeaseLostError

@@ -19,7 +19,7 @@ from lightning_parallel.server.filters import Precision
 from lightning_parallel.server.from_torch import Rates, groups_of, initial_ranges, update_of
 from lightning_parallel.server.hosting import Beginning
 from lightning_parallel.server.island import Follower, Island
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
