@@ -14,6 +14,7 @@ from lightning_parallel.server.consistency import (
     BoundedDelay,
     Consistency,
     DropOlderThan,
+    Sandblaster,
     staleness_bound,
 )
 from lightning_parallel.server.layout import Layout, flatten, unflatten
@@ -42,6 +43,7 @@ __all__ = [
     "RangeLostError",
     "Result",
     "Rules",
+    "Sandblaster",
     "Server",
     "Update",
     "flatten",

@@ -145,6 +145,15 @@ class Asynchronous(Consistency):
 
 
 @dataclass(frozen=True)
+class Sandblaster(Asynchronous):
+    """Nobody pushes: a coordinator has the servers make each step, of gradients that workers compute in portions.
+
+    Source:
+        Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.2.
+    """
+
+
+@dataclass(frozen=True)
 class DropOlderThan(Asynchronous):
     """Asynchronous, and a push that comes more than so many pushes of others after its read is thrown away.
 

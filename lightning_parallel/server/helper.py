@@ -27,6 +27,7 @@ class Helper(Caller):
         self.portion: m.Portion | None = None  # what is to be done
         self.vector: Tensor | None = None  # where: ``x`` of the portion's batch, shape (size,), float64
         self.first = 0  # portions in which it was the first
+        self.prefers = -1  # the portion whose rows are at hand
         self._value: float | None = None  # of the result that is on its way
 
     @property
@@ -44,6 +45,12 @@ class Helper(Caller):
         assert self.has_work and self.portion is not None
         self._value = value
         return self.ask(("add", "g"), vector, self.portion.batch, self.portion.portion)
+
+    def skip(self) -> list[m.Message]:
+        """Leave the portion in hand: its batch is over."""
+        assert self.has_work
+        self._value = 0.0
+        return [self._to(MANAGER, self._sign_of_life())]
 
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
@@ -78,7 +85,7 @@ class Helper(Caller):
         if self.leaving:
             return m.Leave()
         if self.portion is None:
-            return m.Idle()
+            return m.Idle(self.prefers)
         if self._value is not None and self.is_answered:
             return m.Finished(self.portion.batch, self.portion.portion, self._value)
         return m.Lease()

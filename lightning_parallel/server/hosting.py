@@ -1,6 +1,6 @@
 """Servers that begin with ranges that are there already, and answer questions of the process that started them.
 
-The one idea: a server of a training run is the server of ``launcher.py`` with a line to this process, on which it is
+The one idea: a server of a training run is the server of ``job.py`` with a line to this process, on which it is
 asked (``serving.py``); whether a server is a child or on another host, all that is known of it comes on that line.
 Left out: restarting servers that died, starting those of other hosts.
 """
@@ -25,7 +25,8 @@ from lightning_parallel.ports import ReservedPort
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.client import Client
 from lightning_parallel.server.history import Range
-from lightning_parallel.server.launcher import Job, Launch, launch
+from lightning_parallel.server.job import Job
+from lightning_parallel.server.launcher import Launch, launch
 from lightning_parallel.server.messages import Copy
 from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.rules import Rules

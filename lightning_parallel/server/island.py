@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.server.reading import Result
+from lightning_parallel.server.table import refuse_sparse
 
 
 class IslandLostError(RuntimeError):
@@ -66,7 +67,13 @@ class Island:
 
         Returns:
             The mean loss: an optimizer that decides by it (L-BFGS) has to decide alike on all members.
+
+        Raises:
+            ValueError: a gradient is sparse.
         """
+        for parameter in parameters:
+            if parameter.grad is not None:
+                refuse_sparse(parameter.grad)
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         flags = own.to(parameters[0].device)
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -57,11 +57,12 @@ class Manager:
         self._ring: Ring | None = None  # of the servers that are there now
         self._changed = False
         self._out: list[m.Message] = []
-        self.sharing = Sharing(self._send, roster.progress)
+        self.sharing = Sharing(self._send, roster.progress, rules.backup_after)
 
     def start(self, now: float) -> list[m.Message]:
         """Tell the members that a log has named, if any, where things stand; their leases begin."""
         self._expires = dict.fromkeys(self.members, now + self.rules.lease)
+        self.sharing.now = now
         for address in self.members if self._started else ():
             self._send(address, self.view)
         self._drain(self.view.chains)
@@ -74,10 +75,12 @@ class Manager:
             RangeLostError: the last server of a range is gone.
         """
         body, source = message.body, message.source
+        self.sharing.now = now
         if isinstance(body, m.Hello):
             self._hello(source, body, now)
         elif isinstance(body, m.Wake):
             self._expire(now)
+            self.sharing.hand_out()
         elif source not in self.members:
             self._send(source, m.Refused("unknown"))
         else:
@@ -97,8 +100,9 @@ class Manager:
 
     @property
     def wake_at(self) -> float | None:
-        """When the next lease ends."""
-        return min(self._expires.values(), default=None)
+        """When the next lease ends, or the next portion is late."""
+        late_at = self.sharing.wake_at
+        return min([*self._expires.values(), *([] if late_at is None else [late_at])], default=None)
 
     def alive(self, role: str) -> list[str]:
         """Addresses of the members of a role."""

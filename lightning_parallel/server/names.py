@@ -16,11 +16,12 @@ from lightning_parallel.server.consistency import (
     BoundedDelay,
     Consistency,
     DropOlderThan,
+    Sandblaster,
 )
 
 _BOUNDED: dict[str, Callable[[int], Consistency]] = {"ssp": SSP, "essp": ESSP, "bounded_delay": BoundedDelay}
 _FREE = ("async", "downpour")
-NAMES = ("bsp", *_BOUNDED, *_FREE)
+NAMES = ("bsp", *_BOUNDED, *_FREE, "sandblaster")
 DEFAULT_STALENESS = 3
 _UNKNOWN = f"consistency={{!r}}: use one of {', '.join(NAMES)}, or a rule of server.consistency."
 
@@ -31,7 +32,7 @@ def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Con
     Args:
         consistency: "bsp"; "ssp", "essp" or "bounded_delay" with at most ``staleness`` clocks between workers at a
             read; "async" or "downpour", where pushes that are more than ``staleness`` pushes of others old are dropped
-            if it is given; or a rule, which is returned.
+            if it is given; "sandblaster", where nobody pushes; or a rule, which is returned.
         staleness: see above; 3 where a name needs one.
 
     Raises:
@@ -47,20 +48,14 @@ def rule_of(consistency: str | Consistency, staleness: int | None = None) -> Con
         return consistency
     if not isinstance(consistency, str):
         raise ValueError(_UNKNOWN.format(consistency))
-    if consistency == "bsp":
+    if consistency in ("bsp", "sandblaster"):
         if staleness:
-            raise ValueError(f'consistency="bsp" with staleness={staleness}: nothing is stale. Use "ssp".')
-        return BSP()
+            raise ValueError(f'consistency="{consistency}" with staleness={staleness}: nothing is stale. Use "ssp".')
+        return BSP() if consistency == "bsp" else Sandblaster()
     if consistency in _BOUNDED:
         return _BOUNDED[consistency](DEFAULT_STALENESS if staleness is None else staleness)
     if consistency in _FREE:
         return Asynchronous() if staleness is None else DropOlderThan(staleness)
-    if consistency == "sandblaster":
-        raise ValueError(
-            'consistency="sandblaster": its L-BFGS takes steps of all workers together, by products and line searches,'
-            " which no Trainer loop has. Use lightning_parallel.server.sandblaster, or torch.optim.LBFGS in one island:"
-            ' update="worker", island_size= as many as there are workers.'
-        )
     raise ValueError(_UNKNOWN.format(consistency))
 
 

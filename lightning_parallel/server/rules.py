@@ -30,6 +30,8 @@ class Rules:
         lease: seconds of silence after which a process counts as gone.
         resend_after: seconds after which a message without an answer is sent again.
         hold_for: seconds that a range is held for one reader at most.
+        backup_after: a portion of a batch is given to a second worker once it has been out so many times as long as the
+            slowest of those that are done took; 0 as soon as somebody is idle.
 
     Raises:
         ValueError: a number is below 1, a time not above 0, or ``scale`` is neither word.
@@ -52,6 +54,7 @@ class Rules:
     lease: float = 10.0
     resend_after: float = 2.0
     hold_for: float = 5.0
+    backup_after: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("replicas", "aggregate", "window"):
@@ -60,6 +63,8 @@ class Rules:
         for name in ("flush_after", "lease", "resend_after", "hold_for"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Rules got {name}={getattr(self, name)}. Use seconds above 0.")
+        if self.backup_after < 0:
+            raise ValueError(f"Rules got backup_after={self.backup_after}. Use 0 or more.")
         if self.scale not in ("mean", "sum"):
             raise ValueError(f"Rules got scale={self.scale!r}. Use 'mean' or 'sum'.")
 

@@ -26,9 +26,9 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
     """Do one call on a range's vectors; float64, so that sums over ranges agree with one process.
 
     Calls: ``("dot", a, b)``, ``("scale", a, number)``, ``("axpy", number, a, b)`` is ``b += number * a``,
-    ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest magnitude, ``("zero", a, like)``, ``("add", a)``
-    adds the values that came with the call, ``("drop", a)`` forgets a vector, ``("store",)`` makes ``x`` the range's
-    weights.
+    ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest magnitude, ``("norm1", a)`` their sum, ``("zero", a,
+    like)``, ``("add", a)`` adds the values that came with the call, ``("drop", a)`` forgets a vector, ``("store",)``
+    makes ``x`` the range's weights.
 
     Raises:
         ValueError: there is no such call, or no such vector.
@@ -44,6 +44,8 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
         return float(vectors[str(rest[0])] @ vectors[str(rest[1])])
     if name == "max":
         return float(vectors[str(rest[0])].abs().max())
+    if name == "norm1":
+        return float(vectors[str(rest[0])].abs().sum())
     if name == "add" and values is not None:
         vectors[str(rest[0])].add_(values)
         return 0.0
@@ -52,8 +54,8 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
 
 
 _SIGNATURES = {  # v: a vector that is there, n: a name, #: a number
-    "dot": "vv", "scale": "v#", "axpy": "#vv", "copy": "vn", "max": "v", "zero": "nv", "add": "v", "drop": "n",
-    "store": "",
+    "dot": "vv", "scale": "v#", "axpy": "#vv", "copy": "vn", "max": "v", "norm1": "v", "zero": "nv", "add": "v",
+    "drop": "n", "store": "",
 }  # fmt: skip
 
 
@@ -102,7 +104,7 @@ _CHANGES |= {"drop": lambda vectors, a: vectors.pop(a, None), "store": lambda ve
 class Shards(Protocol):
     """What the coordinator talks to: every range does a call, and the results are added (of ``max``, the largest)."""
 
-    def call(self, *words: str | float) -> float: ...
+    def call(self, *words: str | float, vector: Tensor | None = None) -> float: ...
 
 
 class LocalShards:
@@ -115,8 +117,10 @@ class LocalShards:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.vectors = [{"x": part.to(torch.float64).clone()} for part in parts]
 
-    def call(self, *words: str | float) -> float:
-        results = [perform(vectors, words) for vectors in self.vectors]
+    def call(self, *words: str | float, vector: Tensor | None = None) -> float:
+        lengths = [vectors["x"].numel() for vectors in self.vectors]
+        parts = [None] * len(lengths) if vector is None else vector.split(lengths)
+        results = [perform(vectors, words, part) for vectors, part in zip(self.vectors, parts, strict=True)]
         return max(results) if words[0] == "max" else sum(results)
 
 

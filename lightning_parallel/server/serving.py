@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_parallel.server.history import Range
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.node import Server
 from lightning_parallel.server.transport.memory import keep_freed_memory

@@ -38,16 +38,20 @@ class Sharing:
     Args:
         send: takes (address, body) of what is to be sent.
         progress: what a manager that is gone knew, to go on from.
+        patience: see ``Portions``.
+
+    Attributes:
+        now: the time of what is handled, seconds.
     """
 
-    def __init__(self, send: Send, progress: Progress | None = None) -> None:
+    def __init__(self, send: Send, progress: Progress | None = None, patience: float = 0.0) -> None:
         progress = progress or Progress()
-        self.send, self.batch = send, progress.batch
-        self.portions = Portions(progress.count, progress.results) if progress.count else None
+        self.send, self.batch, self.patience, self.now = send, progress.batch, patience, 0.0
+        self.portions = Portions(progress.count, progress.results, patience) if progress.count else None
         self.duplicated = 0  # portions that were handed out again while another had them, in all batches
         self._coordinator = progress.coordinator
         self._at: dict[str, int] = {}  # worker -> the portion that it has
-        self._idle: dict[str, None] = {}  # workers without one, in the order in which they said so
+        self._idle: dict[str, int] = {}  # workers without one, in the order in which they said so: what they prefer
         self._results = dict(progress.results)  # portion -> who was first, and with what
 
     @property
@@ -62,9 +66,15 @@ class Sharing:
             return self._begin(source, body)
         if isinstance(body, Finished):
             return self._finish(source, body)
-        self._idle[source] = None
-        self._hand_out()
+        self._idle[source] = body.prefers
+        self.hand_out()
         return False
+
+    @property
+    def wake_at(self) -> float | None:
+        """When a portion will be late that an idle worker could repeat."""
+        is_over = self.portions is None or self.portions.is_done or not self.patience
+        return None if is_over or self.portions is None else self.portions.late_at(self._idle)
 
     def leave(self, worker: str) -> None:
         """A worker is gone: what only it had is handed out again."""
@@ -72,7 +82,7 @@ class Sharing:
         self._at.pop(worker, None)
         if self.portions is not None:
             self.portions.leave(worker)
-        self._hand_out()
+        self.hand_out()
 
     def _begin(self, coordinator: str, batch: Batch) -> bool:
         if batch.count < 1:
@@ -80,20 +90,22 @@ class Sharing:
             return False
         is_new = batch.batch > self.batch
         if is_new:
-            self.batch, self.portions, self._coordinator = batch.batch, Portions(batch.count), coordinator
+            self.batch, self._coordinator = batch.batch, coordinator
+            self.portions = Portions(batch.count, patience=self.patience)
             self._at, self._results = {}, {}
-            self._hand_out()
+            self.hand_out()
         if coordinator == self._coordinator:
             self._tell_done()
         return is_new
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
+        """Give idle workers what there is for them now."""
         portions = self.portions
         if portions is None or portions.is_done:
             return
         for worker in list(self._idle):
             before = portions.duplicated
-            portion = self._at[worker] if worker in self._at else portions.next(worker)
+            portion = self._at[worker] if worker in self._at else portions.next(worker, self._idle[worker], self.now)
             self.duplicated += portions.duplicated - before
             if portion is not None:
                 del self._idle[worker]
@@ -104,7 +116,7 @@ class Sharing:
         batch, portion = finished.batch, finished.portion
         if batch == self.batch and self._at.get(worker) == portion:
             del self._at[worker]
-        is_first = batch == self.batch and self.portions is not None and self.portions.finish(portion)
+        is_first = batch == self.batch and self.portions is not None and self.portions.finish(portion, self.now)
         if is_first:
             self._results[portion] = (worker, finished.value)
             self._tell_done()

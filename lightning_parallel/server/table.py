@@ -65,7 +65,11 @@ class Table:
         return Layout(self.num_ranges * sum(self.widths), self.num_ranges)
 
     def pack(self, groups: Sequence[Sequence[Tensor | None]], device: torch.device = _HOST) -> Tensor:
-        """One float32 vector, zeros where a tensor is None."""
+        """One float32 vector, zeros where a tensor is None.
+
+        Raises:
+            ValueError: a tensor is sparse.
+        """
         flat = [self._column(group, index, device) for index, group in enumerate(groups)]
         return flat[0].reshape(-1) if len(flat) == 1 else torch.cat(flat, dim=1).reshape(-1)
 
@@ -101,7 +105,22 @@ def _count(shape: tuple[int, ...]) -> int:
 def _flat(tensor: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if tensor is None:
         return torch.zeros(_count(shape), device=device)
+    refuse_sparse(tensor)
     return tensor.detach().to(device, torch.float32).reshape(-1)
+
+
+def refuse_sparse(gradient: Tensor) -> None:
+    """Raise for a gradient that has no dense memory.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"A gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}), and workers send whole"
+            " vectors. Use sparse=False in nn.Embedding; filters=[TopK(...)] then sends few elements, and"
+            ' update="worker" lets each worker run an optimizer that takes sparse gradients.'
+        )
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.server.consistency import Consistency
+from lightning_parallel.server.consistency import Consistency, Sandblaster
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.from_torch import optimizer_state
 from lightning_parallel.server.island import Island
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.names import gap_bound, rule_of
 from lightning_parallel.server.transport.pyzmq import refuse_missing
 from lightning_parallel.server.transport.session import LeaseLostError
@@ -34,7 +34,9 @@ from lightning_parallel.strategies.arguments import all_are, is_count, is_positi
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.meeting import MeetingStrategy
+from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
 from lightning_parallel.trainer.dealt_rows import DealtRows
+from lightning_parallel.trainer.evaluation_rows import EvaluationRows
 from lightning_parallel.trainer.external_hub import ExternalHub
 from lightning_parallel.trainer.far_servers import Placement, start_servers
 from lightning_parallel.trainer.hosts import Hosts, watch
@@ -70,7 +72,8 @@ class ParameterServerStrategy(MeetingStrategy):
     Args:
         consistency: "bsp": a step is all workers' together. "ssp": at a read no worker is more than ``staleness`` steps
             ahead of the slowest; "essp": the same, and servers send weights unasked; "bounded_delay": the same, and a
-            read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. Or a rule of
+            read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. "sandblaster": servers
+            make the steps of `torch.optim.LBFGS`, of all workers' rows. Or a rule of
             `lightning_parallel.server.consistency`.
         staleness: see `lightning_parallel.server.names.rule_of`.
         num_servers: server processes; of several hosts, server i is on host i mod ``server_nodes``.
@@ -148,10 +151,17 @@ class ParameterServerStrategy(MeetingStrategy):
                 f"{type(self).__name__}(restarts={restarts}, island_size={island_size}): an island ends when a member"
                 " dies, and none begins in a run. Use restarts=0, or island_size=1."
             )
+        if isinstance(rule, Sandblaster) and (restarts or island_size > 1):
+            raise ValueError(
+                f'{type(self).__name__}(consistency="sandblaster", restarts={restarts}, island_size={island_size}):'
+                " portions of a step are given to single workers that are there from the start. Use restarts=0 and"
+                " island_size=1."
+            )
         self.restarts, self.island_size, self.server_nodes = restarts, island_size, server_nodes
         self.island: Island | None = None
         self.worker: ServerWorker | None = None
         self.rows: DealtRows | None = None
+        self.evaluations: EvaluationRows | None = None
         self.versions: Versions | None = None
         self._external: ExternalHub | None = None
         self._plan: Plan | None = None
@@ -230,7 +240,11 @@ class ParameterServerStrategy(MeetingStrategy):
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
         assert self._line is not None
-        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome)
+        together = isinstance(self.wishes.consistency, Sandblaster)
+        if together:
+            refuse_steps(trainer, type(self).__name__)
+        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)
+        self.evaluations = EvaluationRows(trainer, self._line, self._meet)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)
@@ -250,10 +264,24 @@ class ParameterServerStrategy(MeetingStrategy):
             self._start()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Have the rows of training loaders dealt by the hub."""
-        if self.rows is not None and self._module.trainer.training:
+        """Have the rows of training loaders dealt by the hub, and those of evaluations among all who are there."""
+        trainer = self._module.trainer
+        if self.rows is not None and trainer.training:
             self.rows.take(dataloader)
+        elif self.evaluations is not None and (trainer.evaluating or trainer.sanity_checking):
+            self.evaluations.take(dataloader)
         return dataloader
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().test_step(*args, **kwargs))
+
+    def _evaluated(self, output: Any) -> Any:
+        if self.evaluations is not None:
+            self.evaluations.after_step()
+        return output
 
     def on_train_start(self) -> None:
         if self.restarts and (self.rows is None or not self.rows.are_dealt):
@@ -292,6 +320,9 @@ class ParameterServerStrategy(MeetingStrategy):
         )
         if self.rows is not None:
             worker.before_push = self.rows.note
+        if isinstance(worker, BatchWorker):
+            worker.line = line
+            worker.come_to = self.rows.come_to if self.rows is not None else worker.come_to
         if self._hosts is not None:
             client = worker.session.client
             watch(line.connection, lambda: setattr(client, "lost", True))  # its reads wait for nothing any more
@@ -347,6 +378,7 @@ class ParameterServerStrategy(MeetingStrategy):
                 self.worker.close(failed)
         finally:
             self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
+            self.evaluations = None
             if self._external is not None and failed:
                 self._external.close()
                 self._external = None
@@ -380,6 +412,25 @@ class ParameterServerStrategy(MeetingStrategy):
         if self.rows is not None:
             self.rows.after_step()
         return result
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(self.worker, BatchWorker):
+            self.worker.batch = batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step; on the rows of a portion, where it is evaluated for one."""
+        if isinstance(self.worker, BatchWorker) and self.worker.has_portion:
+            args = (self.worker.portion, *args[1:])
+        return super().training_step(*args, **kwargs)
+
+    def _meet(self, what: str, value: Any = None) -> dict[int, Any]:
+        if isinstance(self.worker, BatchWorker) and self.worker.has_portion:
+            raise ValueError(
+                f'{type(self).__name__}(consistency="sandblaster"): a step asks for {what} of all workers, but workers'
+                " evaluate portions of a step as they are idle, and not equally many. Leave all_gather and broadcast"
+                " to hooks outside of the step."
+            )
+        return super()._meet(what, value)
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Lightning's closure, after which gradients are the island's: before they are clipped, as under DDP."""
@@ -424,12 +475,21 @@ class ParameterServerStrategy(MeetingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """One process's optimizer state, made of the servers'; every worker calls it, rank 0 gets it."""
         optimizer = unwrapped(optimizer)
+        if isinstance(self.worker, BatchWorker):
+            return self._state_together(self.worker, optimizer)
         if self.worker is None or self._line is None or self._plan is None or not self._plan.has_optimizer_on_servers:
             return super().optimizer_state(optimizer)
         self._meet("the optimizer's state")
         copies = self._line.ask("copies") if self.global_rank == 0 else None
         self._meet("the optimizer's state, read")
         return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
+
+    def _state_together(self, worker: BatchWorker, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._line is not None
+        self._meet("the optimizer's state")
+        state = worker.state(self._line.ask("copies")) if self.global_rank == 0 else {}
+        self._meet("the optimizer's state, read")
+        return optimizer.state_dict() | {"state": state}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write what Lightning dumped, and what every worker's filters left behind; every worker calls it."""

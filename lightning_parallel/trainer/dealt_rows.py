@@ -56,6 +56,14 @@ def share_of(sampler: DistributedSampler, part: Part) -> DistributedSampler:
     return share
 
 
+def loader_of(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+    """A loader of other batches, given by their rows."""
+    other = copy.copy(loader)
+    object.__setattr__(other, "_iterator", None)
+    object.__setattr__(other, "batch_sampler", batches)
+    return other
+
+
 class DealtRows:
     """Sees to it that a worker trains on what the hub deals it.
 
@@ -64,6 +72,7 @@ class DealtRows:
         line: to the hub.
         meet: waits for all workers, see ``Line.meet``.
         welcome: lets in new workers, together with all others; returns the epoch that begins.
+        together: whether steps are of all workers together, so that no epoch may end for one alone.
     """
 
     def __init__(
@@ -72,7 +81,9 @@ class DealtRows:
         line: Line,
         meet: Callable[[str], dict[int, Any]],
         welcome: Callable[[], int],
+        together: bool = False,
     ) -> None:
+        self._together = together
         self._trainer, self._line, self._meet, self._welcome = trainer, line, meet, welcome
         self._loader: DataLoader | None = None
         self._lengths: list[int] = []  # of the parts of this epoch
@@ -101,12 +112,18 @@ class DealtRows:
 
     def note(self, number: int, seq: int) -> None:
         """Before a push: tell the hub up to which batch this worker will have come with it."""
-        if self._lengths:
-            part, batches = 0, self._progress.current.ready
-            while part + 1 < len(self._lengths) and batches > self._lengths[part]:
-                batches -= self._lengths[part]
-                part += 1
-            self._line.note(number, seq, self._begun + part, batches)
+        if (come_to := self.come_to()) is not None:
+            self._line.note(number, seq, *come_to)
+
+    def come_to(self) -> tuple[int, int] | None:
+        """The part that the batch in hand is of, and how many of the part were begun with it; None if none is dealt."""
+        if not self._lengths:
+            return None
+        part, batches = 0, self._progress.current.ready
+        while part + 1 < len(self._lengths) and batches > self._lengths[part]:
+            batches -= self._lengths[part]
+            part += 1
+        return self._begun + part, batches
 
     def after_step(self) -> None:
         """At the end of the share, take what dead workers left."""
@@ -151,7 +168,11 @@ class DealtRows:
         loop = self._trainer.fit_loop
         assert loop._data_fetcher is not None and loop.max_epochs is not None
         last = 0 <= loop.max_epochs <= self._trainer.current_epoch + 1
-        return last or (self._trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+        return (
+            last
+            or self._together
+            or (self._trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+        )
 
     # -- Lightning's loops ---------------------------------------------------------------------------------------------
 
@@ -186,7 +207,5 @@ class DealtRows:
         self._resize(int(loop.max_batches) + len(batches))
         fetcher.length, fetcher.done = int(loop.max_batches), False
         self._progress.is_last_batch = False
-        loader = copy.copy(self._loader)
-        object.__setattr__(loader, "_iterator", None)
-        object.__setattr__(loader, "batch_sampler", batches)
-        combined._iterator.iterators[0] = iter(loader)  # type: ignore[arg-type]
+        assert self._loader is not None
+        combined._iterator.iterators[0] = iter(loader_of(self._loader, batches))

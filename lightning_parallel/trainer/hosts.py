@@ -24,7 +24,7 @@ from lightning_parallel.mesh import open_store
 from lightning_parallel.server.transport.sealed import AnyConnection, SealedConnection
 
 if TYPE_CHECKING:
-    from lightning_parallel.server.launcher import Job
+    from lightning_parallel.server.job import Job
     from lightning_parallel.server.transport.keys import Keys
 
 SECRET = "LIGHTNING_PARALLEL_SECRET"

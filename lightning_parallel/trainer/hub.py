@@ -26,7 +26,7 @@ from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.server.transport.session import LeaseLostError
 from lightning_parallel.trainer.hosts import Hosts
-from lightning_parallel.trainer.line import ROWS
+from lightning_parallel.trainer.line import ROWS, STEP
 from lightning_parallel.trainer.meeting import Meeting
 from lightning_parallel.trainer.row_deals import Deals, Part
 
@@ -66,8 +66,10 @@ class Hub:
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
+        self._may_lose = False  # whether the others go on without one that dies before there are servers
         self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
+        self._batches: dict[int, bytes] = {}  # of the step that all make together
         self._same: dict[int, deque[list[Part]]] = defaultdict(deque)  # what an island's members are answered, too
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
@@ -113,6 +115,10 @@ class Hub:
             self._say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
         elif kind == "more":
             self._say(rank, "answer", self._more(rank))
+        elif kind == "batch":
+            self._say(rank, "answer", self._batches[rest[0]])
+        elif kind == "may lose":
+            self._may_lose = True
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
@@ -133,14 +139,14 @@ class Hub:
     def _gone(self, line: AnyConnection, rank: int) -> None:
         """A rank died. The others go on, but for rank 0, which has what the run is to return, and its island."""
         hint = self._hint(rank)
-        if self.failure is None and (0 in self._island(rank) or self.hosting is None):
+        if self.failure is None and (0 in self._island(rank) or not (self.hosting or self._may_lose)):
             self.fail(lost(rank, None, f"its process ended ({hint})").to_bytes())
         self._leave_behind(line, rank, hint)
 
     def _leave_behind(self, line: AnyConnection, rank: int, why: str) -> None:
         is_new = rank in self.meeting.coming
         if self.failure is None:
-            dealt = "dealt to them" if self.deals.members else "skipped"
+            dealt = "dealt to them" if self.deals.members or self._may_lose else "skipped"
             _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
         if not is_new:
             self._retire(rank)
@@ -216,8 +222,19 @@ class Hub:
             values = {rank: pickle.dumps(self.deals.more(rank)) for rank in values}
         if what == SERVE:
             values = self._start(values)
+        if what == STEP:
+            values = self._step(values)
         for rank in values:
             self._say(rank, "met", values)
+
+    def _step(self, values: dict[int, Any]) -> dict[int, Any]:
+        """All make a step together: from here on each one's rows are trained on, whoever dies."""
+        told = {rank: pickle.loads(value) for rank, value in values.items()}
+        self._batches = {rank: batch for rank, (batch, _, _) in told.items()}
+        for rank, (_, came_to, _) in told.items():
+            if came_to is not None:
+                self.deals.note(rank, 0, *came_to)
+        return {rank: pickle.dumps(value) for rank, (_, _, value) in told.items()}
 
     def _start(self, values: dict[int, Any]) -> dict[int, Any]:
         try:

@@ -17,6 +17,7 @@ from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.row_deals import Part
 
 JOIN, ROWS = "new workers", "the rows of dead workers"  # what all meet for, and the hub adds something to
+STEP, END = "the rows of a step", "the end of a step"  # of all workers together
 
 
 class Line:
@@ -33,6 +34,7 @@ class Line:
         self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
         self.failure: Failure | None = None
         self.present: tuple[int, ...] = ()  # who was there when ranks met last
+        self._early: list[tuple[str, Any]] = []  # heard before it was waited for
 
     def meet(self, what: str, value: Any = None) -> dict[int, Any]:
         """Wait until all who are still there wait for the same; their values, by rank.
@@ -47,9 +49,45 @@ class Line:
         if self.is_new and what != JOIN:
             return {self.rank: pickle.dumps(value)}
         self._say("meet", what, pickle.dumps(value))
+        return self._met()
+
+    def _met(self) -> dict[int, bytes]:
         found: dict[int, bytes] = self._hear("met")
         self.present = tuple(found)
         return found
+
+    def step(self, batch: Any, came_to: tuple[int, int] | None, value: Any) -> dict[int, Any]:
+        """Begin a step of all workers together; their values.
+
+        Args:
+            batch: this worker's, which the hub keeps for whoever does its portion.
+            came_to: see `note`; from here on somebody trains on these rows.
+            value: for the others.
+        """
+        return self.meet(STEP, (pickle.dumps(batch), came_to, value))
+
+    def batch_of(self, rank: int) -> Any:
+        """A worker's batch in the step that is under way."""
+        self._say("batch", rank)
+        return pickle.loads(self._hear("answer"))
+
+    def await_end(self) -> None:
+        """Say that the end of a step is waited for; waits for nothing."""
+        self._say("meet", END, pickle.dumps(None))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step is over; waits for nothing.
+
+        Raises:
+            StageError: the run has failed.
+        """
+        self.check()
+        return any(kind == "met" for kind, _ in self._early)
+
+    def end(self) -> dict[int, Any]:
+        """What all said at the step's end."""
+        return {rank: pickle.loads(blob) for rank, blob in self._met().items()}
 
     def ask(self, question: str, *arguments: Any) -> Any:
         """Have the hub ask the servers; see ``Hosting``."""
@@ -72,6 +110,10 @@ class Line:
         """Tell how far this worker comes with a push, under which number servers know it; waits for nothing."""
         self._say("note", number, seq, part, batches)
 
+    def may_lose(self) -> None:
+        """Tell that the others could go on without any rank but the first, though there are no servers."""
+        self._say("may lose")
+
     def check(self) -> None:
         """Raise if the run has failed; waits for nothing.
 
@@ -81,7 +123,7 @@ class Line:
         if self.failure is not None:
             raise self._error()
         while self.connection.poll(0):
-            self._read()
+            self._early.append(self._read())
 
     def goodbye(self) -> None:
         """End in order, where no launcher does."""
@@ -122,10 +164,10 @@ class Line:
             raise StageError(f"rank {self.rank} lost its line to the launcher of the run ({error})") from error
 
     def _hear(self, kind: str) -> Any:
-        while True:
-            heard = self._read()
-            if heard[0] == kind:
-                return heard[1]
+        while (heard := next((one for one in self._early if one[0] == kind), None)) is None:
+            self._early.append(self._read())
+        self._early.remove(heard)
+        return heard[1]
 
     def _read(self) -> tuple[str, Any]:
         try:

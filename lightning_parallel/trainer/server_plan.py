@@ -8,25 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.server.consistency import Asynchronous, Consistency
+from lightning_parallel.server.consistency import Asynchronous, Consistency, Sandblaster
 from lightning_parallel.server.filters import Precision
 from lightning_parallel.server.from_torch import Rates, groups_of, initial_ranges, update_of
 from lightning_parallel.server.hosting import Beginning
 from lightning_parallel.server.island import Follower, Island
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.updates import AddDelta, Update
+from lightning_parallel.trainer.batch_worker import BatchWorker, Coordinator
 from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker, refuse_parameters
 from lightning_parallel.trainer.versions import Versions
 
 _RANGES_A_SERVER = 4  # so that consistent hashing spreads them
+_BACKUP_AFTER = 2.0  # times as long as the slowest portion that is done
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,20 @@ class Wishes:
                 f"n_push={self.n_push}, n_fetch={self.n_fetch} with {self.consistency}: a step is a clock there. Use"
                 ' Trainer(accumulate_grad_batches=...), or consistency="downpour".'
             )
+        if isinstance(self.consistency, Sandblaster):
+            self._refuse_pushes()
         if sum(isinstance(one, Precision) for one in self.filters) > 1:
             raise ValueError(f"filters={list(self.filters)} have more than one number format. Use one.")
+
+    def _refuse_pushes(self) -> None:
+        """Raise for what is about pushes, where nobody pushes."""
+        plain = {"update": "server", "filters": (), "n_push": 1, "n_fetch": 1, "scale": "mean"}
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} with consistency="sandblaster": nobody pushes there; servers make'
+                    f" the steps of torch.optim.LBFGS, of gradients that workers send as they are. Leave {name} out."
+                )
 
     def make_filters(self) -> CountingFilters | None:
         """A worker's filters, None if pushes go as they are."""
@@ -92,6 +107,7 @@ class Plan:
             )
         self.wishes, self.num_workers = wishes, num_workers
         self.optimizer = optimizers[0]
+        self.is_together = isinstance(wishes.consistency, Sandblaster)
         groups = groups_of(self.optimizer)
         refuse_parameters(groups, name)
         many = wishes.num_servers > 1
@@ -99,15 +115,28 @@ class Plan:
         self.update = self._update(name)
         self.rules = Rules(
             self.table.layout, self.update, wishes.consistency, wishes.scale,
-            replicas=wishes.replication, lease=wishes.lease,
+            replicas=wishes.replication, lease=wishes.lease, backup_after=_BACKUP_AFTER,
         )  # fmt: skip
 
     @property
     def has_optimizer_on_servers(self) -> bool:
         """Whether the servers hold the state of the module's own optimizer."""
-        return self.wishes.update == "server"
+        return self.wishes.update == "server" and not self.is_together
 
     def _update(self, name: str) -> Update:
+        if self.is_together:
+            if type(self.optimizer) is not torch.optim.LBFGS:
+                raise ValueError(
+                    f'{name}(consistency="sandblaster") has the servers make the steps of torch.optim.LBFGS, and'
+                    f" configure_optimizers returned {type(self.optimizer).__name__}. Return an LBFGS, or use"
+                    ' consistency="bsp".'
+                )
+            return AddDelta()
+        if type(self.optimizer) is torch.optim.LBFGS and self.wishes.update == "server":
+            raise ValueError(
+                "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS, whose steps are of all workers"
+                f' together. Have the servers make those, with {name}(consistency="sandblaster").'
+            )
         if isinstance(self.wishes.update, Update):
             return self.wishes.update
         if self.wishes.update == "worker":
@@ -131,12 +160,23 @@ class Plan:
     ) -> ServerWorker:
         """Take part in a job, in which a read may wait so many seconds for the slowest worker."""
         pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
+        if self.is_together:
+            return self._join_together(job, rank, versions, timeout, era)
         session: Session | Follower
         if island is None or island.leads:
             session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
         else:
             session, island = Follower(island, self.table.layout.size), None
         return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions, era, island)
+
+    def _join_together(self, job: Job, rank: int, versions: Versions, timeout: float, era: int) -> BatchWorker:
+        session = job.join(f"worker {rank}", None, timeout).start()
+        worker = BatchWorker(session, self.table, self.optimizer, self._rates(), Pace(), rank, versions, era)
+        worker.helping = job.help(f"worker {rank}", timeout).start()
+        if rank == 0:
+            optimizer = cast(torch.optim.LBFGS, self.optimizer)
+            worker.coordinator = Coordinator(job.coordinate(timeout=timeout).start(), optimizer, self.table)
+        return worker
 
     def _rates(self) -> Rates | None:
         if self.wishes.update == "worker":

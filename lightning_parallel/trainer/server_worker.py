@@ -154,7 +154,7 @@ class ServerWorker:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
             return loss
 
-        with _replaced(self.optimizer, take):
+        with replaced(self.optimizer, take):
             value = run()
         return value, found[0] if found else None
 
@@ -168,7 +168,7 @@ class ServerWorker:
             called.append(True)
             return own(*args, **kwargs)
 
-        with _replaced(self.optimizer, note):
+        with replaced(self.optimizer, note):
             value = run()
         return value, self.staging.out(self.staging.pack(self.parameters).sub_(before)) if called else None
 
@@ -221,7 +221,7 @@ class ServerWorker:
         self.session.close()
 
 
-class _replaced:
+class replaced:
     """A context in which an optimizer's ``step`` is another function."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:

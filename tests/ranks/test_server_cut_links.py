@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_parallel.server import SSP, AddDelta, Layout, Rules
-from lightning_parallel.server.launcher import Job
+from lightning_parallel.server.job import Job
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.session import LeaseLostError
 from tests.harness import _fork

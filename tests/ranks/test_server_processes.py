@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_parallel.server import BSP, SGD, SSP, AddDelta, Layout, Rules
-from lightning_parallel.server.launcher import Job, Launch, launch
+from lightning_parallel.server.job import Job
+from lightning_parallel.server.launcher import Launch, launch
 from lightning_parallel.server.transport.session import LeaseLostError
 from tests.harness import _fork, free_port
 

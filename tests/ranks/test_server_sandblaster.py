@@ -10,7 +10,8 @@ import scipy.optimize
 import torch
 
 from lightning_parallel.server import AddDelta, Asynchronous, Layout, Rules
-from lightning_parallel.server.launcher import Job, launch
+from lightning_parallel.server.job import Job
+from lightning_parallel.server.launcher import launch
 from lightning_parallel.server.sandblaster import LBFGS
 from tests.harness import _fork
 

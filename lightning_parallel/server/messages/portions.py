@@ -16,7 +16,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A worker has nothing to do."""
+    """A worker has nothing to do, and would rather have one portion than another."""
+
+    prefers: int = -1
 
 
 @dataclass(frozen=True, slots=True)

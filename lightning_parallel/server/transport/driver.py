@@ -69,6 +69,7 @@ class Driver:
         start: Callable[[float], list[Message]],
         until: Callable[[], bool] = lambda: True,
         may_be_lost: bool = False,
+        look_s: float = 0.2,
     ) -> None:
         deadline = self.node.now() + self.timeout
         with self._lock:
@@ -78,7 +79,7 @@ class Driver:
                     break
                 if self.node.now() > deadline:
                     raise TimeoutError(f"{self._machine.address} got no answer in {self.timeout} s.")
-                self.node.pump(0.2)
+                self.node.pump(look_s)
         if self._lost and not may_be_lost:
             raise LeaseLostError(
                 f"{self._machine.address} was silent for longer than its lease of {self._machine.rules.lease} s, or a "

@@ -15,6 +15,7 @@ from lightning_parallel.server.helper import Helper
 from lightning_parallel.server.transport.driver import Driver
 from lightning_parallel.server.transport.zeromq import Node
 
+_LOOK_S = 0.005
 Compute = Callable[[Tensor, int], tuple[float, Tensor]]
 
 
@@ -88,6 +89,29 @@ class Helping(Errands):
             assert portion is not None and vector is not None
             self._give(*compute(vector, portion.portion))
         return self.helper.first
+
+    def next(self, over: Callable[[], bool], after: int = 0) -> tuple[int, Tensor] | None:
+        """The next portion and its point, shape (size,), float64; None once something is over.
+
+        Args:
+            over: looked at often.
+            after: a batch that is over, with all before it; what is left of them is not done.
+
+        Raises:
+            LeaseLostError: the manager took this helper for gone.
+        """
+        while True:
+            self._do(lambda now: [], lambda: self.helper.has_work or over(), look_s=_LOOK_S)
+            portion, vector = self.helper.portion, self.helper.vector
+            if not self.helper.has_work or portion is None or vector is None:
+                return None
+            if portion.batch > after:
+                return portion.portion, vector
+            self._do(lambda now: self.helper.skip())
+
+    def give(self, value: float, gradient: Tensor) -> None:
+        """The portion's value and its gradient, shape (size,), float32 or float64."""
+        self._give(value, gradient)
 
     def _give(self, value: float, gradient: Tensor) -> None:
         self._do(lambda now: self.helper.give(gradient, value))

@@ -255,8 +255,8 @@ SERVERS: dict[str, Any] = {
     "advice": r"It is recommended to use `self\.log\(.*sync_dist=True\)`",
     "refuses": {
         "optimizer_that_runs_its_closure_again": (
-            "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS. Let each worker run it, with"
-            ' ParameterServerStrategy(update="worker"): servers then add what it changed.'
+            "The servers know SGD, Adagrad, Adam, AdamW, and this is LBFGS, whose steps are of all workers together."
+            ' Have the servers make those, with ParameterServerStrategy(consistency="sandblaster").'
         ),
         # Lightning's own words, under any of several ranks.
         "step_on_an_iterator": "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)`",

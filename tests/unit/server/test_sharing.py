@@ -8,7 +8,17 @@ import torch
 from lightning_parallel.server import AddDelta, Asynchronous, Layout, Manager, Rules, Server
 from lightning_parallel.server.caller import Caller, ServerShards
 from lightning_parallel.server.helper import Helper
-from lightning_parallel.server.messages import Batch, Counted, Done, Finished, Idle, Portion
+from lightning_parallel.server.messages import (
+    Batch,
+    Counted,
+    Done,
+    Finished,
+    Hello,
+    Idle,
+    Message,
+    Portion,
+    Wake,
+)
 from lightning_parallel.server.portions import Portions
 from lightning_parallel.server.roster import Roster
 from lightning_parallel.server.sharing import Sharing
@@ -216,3 +226,24 @@ def test_a_result_of_a_batch_that_is_over_does_not_count():
 def test_a_batch_has_a_portion():
     with pytest.raises(ValueError, match=r"Portions got count=0\. A batch has 1 or more\."):
         Portions(0)
+
+
+def test_with_patience_a_portion_goes_to_a_second_worker_once_it_is_late():
+    """Twice as long as the slowest of those that are done took; the manager wakes then, and hands it out."""
+    rules = Rules(Layout(SIZE, 2), AddDelta(), Asynchronous(), backup_after=2.0)
+    manager = Manager(rules, 1, 0)
+
+    def say(source, body, now):
+        sent = manager.handle(Message(source, "manager", manager.view.number, body), now)
+        return [(one.target, one.body) for one in sent if isinstance(one.body, (Portion, Done))]
+
+    for role, name in (("server", "s"), ("coordinator", "c"), ("helper", "a"), ("helper", "b")):
+        say(name, Hello(role, name), 0.0)
+    say("c", Batch(1, 2), 0.0)
+    assert say("a", Idle(prefers=1), 0.0) == [("a", Portion(1, 1))]
+    assert say("b", Idle(), 0.0) == [("b", Portion(1, 0))]
+    say("a", Finished(1, 1, 10.0), 1.0)
+    assert say("a", Idle(prefers=1), 1.0) == [] and manager.wake_at == 2.0
+    assert say("", Wake(), 2.0) == [("a", Portion(1, 0))]
+    assert say("a", Finished(1, 0, 1.0), 2.5) == [("c", Done(1, 11.0))]
+    assert say("b", Finished(1, 0, 1.0), 9.0) == []  # too late

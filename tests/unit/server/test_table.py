@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from lightning_parallel.server import BSP, ESSP, SSP, Asynchronous, BoundedDelay, DropOlderThan
+from lightning_parallel.server import BSP, ESSP, SSP, Asynchronous, BoundedDelay, DropOlderThan, Sandblaster
 from lightning_parallel.server.from_torch import Held, Rates, groups_of, initial_ranges, optimizer_state, update_of
 from lightning_parallel.server.messages import Entry
 from lightning_parallel.server.names import gap_bound, rule_of
@@ -116,12 +116,13 @@ def test_parameters_that_are_frozen_or_added_are_said():
 
 def test_rules_have_names():
     rules = {"bsp": BSP(), "ssp": SSP(3), "essp": ESSP(3), "bounded_delay": BoundedDelay(3), "async": Asynchronous()}
+    rules |= {"sandblaster": Sandblaster()}
     assert {name: rule_of(name) for name in rules} == rules
     assert rule_of("downpour", 4) == DropOlderThan(4) and rule_of(SSP(1)) == SSP(1)
-    assert [gap_bound(rule) for rule in rules.values()] == [0, 3, 3, 3, None]
+    assert [gap_bound(rule) for rule in rules.values()] == [0, 3, 3, 3, None, None]
     for words, text in (
         (("bsp", 1), "nothing is stale"),
-        (("sandblaster",), "no Trainer loop"),
+        (("sandblaster", 1), "nothing is stale"),
         (("asp",), "use one of"),
     ):
         with pytest.raises(ValueError, match=text):
