@@ -62,9 +62,17 @@ def update_of(optimizer: Optimizer, widths: Sequence[int]) -> Grouped:
                 raise ValueError(f"The servers' {kind.__name__} has no {name}, and a group has {name}={group[name]!r}.")
         if kind is Adagrad and group.get("weight_decay"):
             raise ValueError("The servers' Adagrad has no weight_decay.")
-    parts = tuple(kind(lr=_base(group), **{n: group[n] for n in names}) for group in optimizer.param_groups)  # type: ignore[call-arg]
+    parts = tuple(
+        _kind(kind, group)(lr=_base(group), **{n: group[n] for n in names})  # type: ignore[call-arg]
+        for group in optimizer.param_groups
+    )
     rates = [part.lr for part in parts]  # type: ignore[attr-defined]
     return Grouped(parts, tuple(widths), rates.index(max(rates)))
+
+
+def _kind(kind: type[Update], group: Mapping[str, Any]) -> type[Update]:
+    """A group's update: since torch 2.7 Adam may decay weights as AdamW does."""
+    return AdamW if kind is Adam and group.get("decoupled_weight_decay") else kind
 
 
 def _base(group: Mapping[str, Any]) -> float:

@@ -164,7 +164,8 @@ class Reducer:
         Raises:
             ValueError: other ranks still have batches to train on.
         """
-        self._vote([[False] * len(bucket.parameters) for bucket in self.buckets], pausing=True)
+        with self.waiting("the other ranks, where an epoch or an evaluation begins"):
+            self._vote([[False] * len(bucket.parameters) for bucket in self.buckets], pausing=True)
 
     # -- a round: from the first gradient to the last ------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import HALF, Case, Record, fit, join_as_torchrun, one_process
 from tests.trainer.test_data_axis import Averaged, Conditional, Tied, Twice, assert_all_rows, loader
 from tests.trainer.test_parity import LoudInput, half_precision, scale_and_skips, with_sgd
+from tests.trainer.watched import QUICK
 
 THREE = {"zero_stage": 3, "bucket_mb": 1e-4}
 EACH = {**THREE, "gather": "microbatch"}
@@ -187,3 +188,22 @@ def test_every_factorization_of_four_ranks_is_one_process(schedule: str, data: i
     reference = one_process(case)
     for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes], timeout=200.0), strict=True):
         assert_one_process(records, reference, mesh)
+
+
+class Alone(Classifier):
+    """Rank 0 waits for the others, which are in the next epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.log("alone", 1.0, sync_dist=True)
+
+
+def test_copies_that_wait_for_different_things_are_told_also_at_the_start_of_an_epoch():
+    def run(rank: int, port: int) -> None:
+        join_as_torchrun(rank, 2, port)
+        options = {"max_epochs": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
+        case = Case(Alone, lambda: row_loader((4,) * 2), trainer=options)
+        fit(case, HybridStrategy(data_parallel_size=2, zero_stage=3, patience=QUICK), 2)
+
+    with pytest.raises(StageError, match=r"rank 1\): the other ranks, where an epoch or an evaluation begins"):
+        run_ranks(run, 2, free_port(), group=False, timeout=30.0)

@@ -15,6 +15,7 @@ SHAPES = [[(3, 5), (5,)], [(2, 2, 2), (1,)]]
 MAKE = {
     "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1),
     "adam": lambda groups: torch.optim.Adam(groups, weight_decay=0.1),
+    "adam decoupled": lambda groups: torch.optim.Adam(groups, weight_decay=0.1, decoupled_weight_decay=True),
     "adamw": torch.optim.AdamW,
     "adagrad": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1),
 }
