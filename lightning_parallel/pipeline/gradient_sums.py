@@ -128,8 +128,7 @@ class GradientSums:
     def _given(self, entry: Entry, parameter: nn.Parameter) -> _Given:
         """What of a gradient goes into a sum now."""
         fresh = parameter.grad
-        if fresh is not None and fresh.is_sparse:
-            raise ValueError(f"The gradient of `{entry.name}` is sparse, which ranks do not add up. Use sparse=False.")
+        refuse_sparse(entry, fresh)
         adds = self.over_copies and entry.is_counted_on(self._table.row)  # all holders have all that accumulated
         before = self._gradients.before(parameter) if adds else None
         return _Given(parameter, fresh, adds, before, (_version(fresh), _version(before)))
@@ -183,6 +182,12 @@ class _Given(NamedTuple):
         before = self.parameter.grad if self.adds else None
         now = (_version(fresh), _version(before))
         return fresh is not self.fresh or before is not self.before or now != self.versions
+
+
+def refuse_sparse(entry: Entry, gradient: Tensor | None) -> None:
+    """Raise for a gradient that cannot be added up with other ranks'."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise ValueError(f"The gradient of `{entry.name}` is sparse, which ranks do not add up. Use sparse=False.")
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import PLAIN
+from lightning_parallel.pipeline.phantom import PLAIN, PhantomError, asks_for_shapes
 from lightning_parallel.pipeline.random_streams import behind, own
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ class _Intercepted:
         hook: Hook = self.__dict__["_pipeline_hook"]
         run = hook.cut.active
         if run is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            try:
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            except PhantomError as error:
+                raise _explained(error, hook) from error
         if (
             not run.plain or hook.stage != run.stage or hook.begins_stage or hook.name in run.called
             or kwargs or not PLAIN.issuperset(map(type, args))
@@ -60,6 +63,18 @@ class _Intercepted:
             return super().__call__(*args)  # type: ignore[misc]
         finally:
             start(key ^ hook.stream_behind)
+
+
+def _explained(error: PhantomError, hook: Hook) -> PhantomError:
+    """What to say of an error in a unit that no step called."""
+    if asks_for_shapes():
+        return error
+    return PhantomError(
+        f"`{hook.name}` (stage {hook.stage}) is called outside of a step, where a rank has its own stages and no other."
+        " Call the model in training_step, validation_step, test_step or predict_step, in which stages hand on to each"
+        " other what they made. A hook is given what the step returned (`outputs`); trainer.predict runs the model on"
+        " rows of your own."
+    )
 
 
 _classes: dict[type, type] = {}

@@ -58,6 +58,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     if len(sizes) == 1:
         return [batch]
+    _refuse_graph(batch)
     rows = sum(sizes)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -70,6 +71,35 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return leaf
 
     return [map_leaves(partial(cut, span), batch) for span in spans]
+
+
+def _refuse_graph(batch: Any) -> None:
+    """Raise for a graph, whose edges name nodes by their place among all nodes of the batch."""
+    for name, value in _named(batch):
+        if name.endswith("edge_index") and isinstance(value, Tensor):
+            raise ValueError(
+                f"The batch has a `{name}` of shape {tuple(value.shape)}, which names rows by their place in the whole"
+                " batch, so that a pipeline cannot cut the batch into micro-batches of some rows (nodes) each. Use"
+                " num_microbatches=1 and more copies (data_parallel_size=), or give every graph as a row: dense"
+                " tensors (graph, node, ...), padded, with an adjacency tensor (graph, node, node)."
+            )
+
+
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """What a batch's mappings and objects hold, by their names."""
+    fields: Mapping[Any, Any] = {}
+    if isinstance(tree, Mapping):
+        fields = tree
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        fields = tree._asdict()
+    for name, value in fields.items():
+        yield str(name), value
+        yield from _named(value)
+    if isinstance(tree, (list, tuple)) and not fields and not _is_row_list(tree):
+        for value in tree:
+            yield from _named(value)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -260,6 +260,11 @@ def shapes_only() -> Iterator[None]:
         _shapes_only[0] = before
 
 
+def asks_for_shapes() -> bool:
+    """Whether `shapes_only` holds."""
+    return _shapes_only[0]
+
+
 def bound(x: Phantom) -> Tensor:
     """The value a Phantom was bound to, or the Phantom itself."""
     return x if x.value is None else x.value

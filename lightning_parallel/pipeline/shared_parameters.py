@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.copy_of_model import Copy
 from lightning_parallel.pipeline.data_axis import DataAxis
-from lightning_parallel.pipeline.gradient_sums import GradientSums, equalize_gradients
+from lightning_parallel.pipeline.gradient_sums import GradientSums, equalize_gradients, refuse_sparse
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable, sum_shared_gradients
 from lightning_parallel.pipeline.replica_check import equalize_buffers
 
@@ -89,6 +89,8 @@ class SharedParameters(Copy):
         """
         if not self.table.shared():
             return
+        for entry in self.table.shared():
+            refuse_sparse(entry, gradients.get(entry.name))
         made = {name for name, gradient in gradients.items() if gradient is not None}
         fresh = {parameter: gradients.get(entry.name) for entry, parameter in self.own}
         used, stale = self._agree_on_shared(made, self.sums is not None and self.sums.is_stale(fresh))
