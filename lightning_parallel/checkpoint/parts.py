@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import RawIOBase
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +63,47 @@ class Place:
         return torch.frombuffer(values, dtype=tensor.dtype) if values else torch.empty(0, dtype=tensor.dtype)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where the chunks of a tensor lie that was written in slices along one dim.
+
+    Args:
+        shape: of the whole.
+        dim: along which it was cut.
+        lengths: of the chunks along `dim`, in order.
+        places: of the chunks.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    lengths: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Elements from `begin` to `end` of the flattened tensor.
+
+        The dims before `dim` make rows. Of a range within one row the chunks' parts are read, of several rows the rows.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        inner = prod(self.shape[self.dim + 1 :])
+        row = self.shape[self.dim] * inner
+        first, last = begin // row, -(-end // row)
+        if last - first > 1:
+            widths = [length * inner for length in self.lengths]
+            parts = [
+                p.read(first * w, last * w).view(last - first, w) for p, w in zip(self.places, widths, strict=True)
+            ]
+            return torch.cat(parts, 1).flatten()[begin - first * row : end - first * row]
+        parts, offset = [], first * row
+        for place, width in zip(self.places, (length * inner for length in self.lengths), strict=True):
+            low, high = (min(max(x - offset, 0), width) for x in (begin, end))
+            parts += [place.read(first * width + low, first * width + high)] if low < high else []
+            offset += width
+        return torch.cat(parts) if parts else self.places[0].read(0, 0)
+
+
 def _fill(file: RawIOBase, values: memoryview) -> None:
     """Read as many bytes as there is room for; the system may give them in several portions."""
     while values:
@@ -81,10 +123,10 @@ class StoredTensor(Tensor):
     """
 
     @staticmethod
-    def __new__(cls: type[StoredTensor], place: Place, shape: torch.Size, dtype: torch.dtype) -> StoredTensor:
+    def __new__(cls: type[StoredTensor], place: Place | Places, shape: torch.Size, dtype: torch.dtype) -> StoredTensor:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
 
-    def __init__(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, place: Place | Places, shape: torch.Size, dtype: torch.dtype) -> None:
         """See the class."""
         self.place = place
 
@@ -124,7 +166,7 @@ class StoredTensor(Tensor):
 
 
 def stored_tensors(folder: Path, metadata: Metadata) -> Mapping[str, StoredTensor]:
-    """The tensors of a folder that may be read in parts, by name: those that lie there in one piece.
+    """The tensors of a folder that may be read in parts, by name: those in one piece, or in slices along one dim.
 
     Args:
         folder: what torch.distributed.checkpoint wrote.
@@ -132,11 +174,19 @@ def stored_tensors(folder: Path, metadata: Metadata) -> Mapping[str, StoredTenso
     """
     found = {}
     for name, kind in metadata.state_dict_metadata.items():
-        index = MetadataIndex(name, torch.Size([0] * len(getattr(kind, "size", ()))))
-        info = cast(Any, metadata.storage_data).get(index)
-        if not isinstance(kind, TensorStorageMetadata) or info is None or len(kind.chunks) != 1:
-            continue
-        if not info.transform_descriptors:
-            place = Place(folder / info.relative_path, info.offset, info.length)
+        if isinstance(kind, TensorStorageMetadata) and (place := _places(folder, metadata, name, kind)) is not None:
             found[name] = StoredTensor(place, kind.size, kind.properties.dtype)
     return found
+
+
+def _places(folder: Path, metadata: Metadata, name: str, kind: TensorStorageMetadata) -> Place | Places | None:
+    chunks = sorted(kind.chunks, key=lambda chunk: tuple(chunk.offsets))
+    infos = [cast(Any, metadata.storage_data).get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]
+    if any(info is None or info.transform_descriptors for info in infos):
+        return None
+    places = tuple(Place(folder / info.relative_path, info.offset, info.length) for info in infos)
+    cut = [dim for dim, length in enumerate(kind.size) if any(chunk.sizes[dim] != length for chunk in chunks)]
+    if not cut:
+        return places[0] if len(places) == 1 else None
+    [dim, *more] = cut
+    return None if more else Places(tuple(kind.size), dim, tuple(chunk.sizes[dim] for chunk in chunks), places)

@@ -72,7 +72,8 @@ class Slice(Tensor):
             offsets = [0] * view.dim()
             offsets[dim] = first + span[0]
             begin += view.shape[dim]
-            yield ChunkStorageMetadata(torch.Size(offsets), view.shape), view
+            if view.numel():
+                yield ChunkStorageMetadata(torch.Size(offsets), view.shape), view
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]

@@ -1,15 +1,28 @@
 """What a mesh saves, any other mesh and one process go on from, as if nothing had come between."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_parallel.checkpoint.sharded import consolidate
+from lightning_parallel.strategies import ZeROStrategy
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.pipelines import Case, Record, one_process
 
 SMALL = {"bucket_mb": 1e-3}
+
+
+@dataclass(frozen=True)
+class AllAlongData(Mesh):
+    """Ranks of the other strategy that divides states."""
+
+    def strategy(self) -> Any:
+        return ZeROStrategy(stage=2)
+
+
 LAYOUTS = {
     "zero 3, zb_v": Mesh(2, 2, 1, {"zero_stage": 3, "gather": "microbatch", "schedule": "zb_v", **SMALL}),
     "zero 2": Mesh(2, 2, 1, {"zero_stage": 2, **SMALL}),
@@ -20,6 +33,7 @@ LAYOUTS = {
     "stages, tensor": Mesh(1, 2, 2, {"schedule": "zb_v"}),
     "four slices": Mesh(1, 1, 4),
 }
+RESUMING = {**LAYOUTS, "ZeROStrategy": AllAlongData(4)}
 
 
 def epochs(count: int, **other) -> Case:
@@ -48,7 +62,7 @@ def shapes_read(trainer, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def resuming(mesh: str, path: Path) -> tuple[Case, Mesh]:
-    return epochs(2, checkpoint=path), LAYOUTS[mesh]
+    return epochs(2, checkpoint=path), RESUMING[mesh]
 
 
 def assert_goes_on(records: list[Record], whole: Record, mesh: Mesh) -> None:
@@ -57,18 +71,8 @@ def assert_goes_on(records: list[Record], whole: Record, mesh: Mesh) -> None:
     assert_one_process(records, rest, mesh)
 
 
-SAVED = [
-    ("zero 3, zb_v", "sharded", "at_end"),
-    ("zero 3, tensor", "full", "after"),
-    ("stages, tensor", "sharded", "at_end"),
-]
-RESUMED = [
-    ("zero 1, four copies", 0),
-    ("four stages", 2),
-    ("zero 3, zb_v", 1),
-    ("zero 3, interleaved", None),
-    ("four slices", 2),
-]
+SAVED = [("zero 3, zb_v", "sharded", "at_end"), ("zero 3, tensor", "full", "after")]
+RESUMED = [("zero 1, four copies", 0), ("four stages", 0), ("zero 3, zb_v", 1), ("zero 3, interleaved", None)]
 
 
 def test_layouts_go_on_from_each_others_checkpoints(tmp_path):
@@ -81,9 +85,18 @@ def test_layouts_go_on_from_each_others_checkpoints(tmp_path):
     for (name, _), records in zip(RESUMED, on_meshes(jobs)[len(SAVED) :], strict=True):
         assert_goes_on(records, whole, LAYOUTS[name])
     consolidate(paths[0], tmp_path / "whole.ckpt", weights_only=False)
-    consolidate(paths[2], tmp_path / "joined.ckpt", weights_only=False)
-    for path in (tmp_path / "whole.ckpt", tmp_path / "joined.ckpt", paths[1]):
+    for path in (tmp_path / "whole.ckpt", paths[1]):
         assert_goes_on([one_process(epochs(2, checkpoint=path))], whole, Mesh())
+
+
+def test_slices_go_on_in_other_slices_in_none_and_in_one_process(tmp_path):
+    folder, names = tmp_path / "folder", ["four slices", "zero 2", "ZeROStrategy"]
+    whole = one_process(epochs(2))
+    jobs = [saving("stages, tensor", "sharded", folder), *(resuming(name, folder) for name in names)]
+    for name, records in zip(names, on_meshes(jobs)[1:], strict=True):
+        assert_goes_on(records, whole, RESUMING[name])
+    consolidate(folder, tmp_path / "joined.ckpt", weights_only=False)
+    assert_goes_on([one_process(epochs(2, checkpoint=tmp_path / "joined.ckpt"))], whole, Mesh())
 
 
 @pytest.mark.parametrize("mesh", ["stages, tensor", pytest.param("zero 3, tensor", marks=pytest.mark.slow)])

@@ -56,6 +56,14 @@ class LateSGD(Late):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class LateMeta(LateSGD):
+    """Says itself that its layers have no memory: a mesh of a tensor axis alone builds them as one process does."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            super().configure_model()
+
+
 def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
     own = [(entry.name, p.nbytes) for entry, p in trainer.strategy.pipeline.own]
     return module.counts, sum(n for name, n in own if name.startswith("blocks.")), sum(n for _, n in own)
@@ -69,16 +77,20 @@ ZERO = {"zero_stage": 3, "gather": "microbatch"}
     [
         Mesh(2, 2, 1, {**ZERO, "schedule": "zb_v"}),
         Mesh(1, 2, 2),
+        pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow),
         pytest.param(Mesh(2, 1, 1, {"zero_stage": 3}), marks=pytest.mark.slow),
         pytest.param(Mesh(2, 1, 2, ZERO), marks=pytest.mark.slow),
     ],
-    ids=["microbatch", "tensor", "step", "microbatch, tensor"],
+    ids=["microbatch", "tensor", "tensor alone", "step", "microbatch, tensor"],
 )
 def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
-    case = gpt_case().but(make=Late if mesh.tensor == 1 else LateSGD, at_end=counts)
+    make = LateMeta if mesh.size == mesh.tensor else LateSGD if mesh.tensor > 1 else Late
+    case = gpt_case().but(make=make, at_end=counts)
     [records] = on_meshes([(case, mesh)])
     assert_never_whole(records, mesh)
-    reference = one_process(case.but(initial=records[0].initial, at_end=None))
+    reference = one_process(
+        case.but(make=LateSGD if mesh.tensor > 1 else Late, initial=records[0].initial, at_end=None)
+    )
     assert_one_process(records, reference, mesh)
 
 

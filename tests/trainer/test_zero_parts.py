@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
+from lightning_parallel.checkpoint.slices import Slice
+from lightning_parallel.parallel.shares import Shares
+from tests.harness import run_ranks
 from tests.trainer.modules import CLASSES, WIDTH, Classifier
 from tests.trainer.test_zero_checkpoints import assert_like, loader, run, saves
 from tests.trainer.zeros import Result, fit, on_ranks, zero
@@ -122,6 +126,32 @@ def test_of_a_stored_tensor_only_what_is_used_is_read(tmp_path: Path, counted: d
     layer = nn.Linear(300, 300, bias=False)
     layer.load_state_dict({"weight": stored["matrix"]})
     assert torch.equal(layer.weight, matrix)
+
+
+def test_of_a_tensor_in_slices_only_what_is_used_is_read(tmp_path: Path, counted: dict[str, int]):
+    """As two ranks of a tensor axis write them: along dim 0 in three segments, and along dim 1 of three."""
+    wholes = {"rows": torch.arange(90_000.0).view(300, 300), "columns": torch.arange(72_000.0).view(8, 300, 30)}
+    cuts = {"rows": Shares((300, 300), 0, (100, 100, 100), 2), "columns": Shares((8, 300, 30), 1, (299, 1), 2)}
+
+    def write(rank: int) -> None:
+        def own(flat: dict[str, Any]) -> dict[str, Any]:
+            return {n: Slice(cuts[key := n[11:]], rank, cuts[key].cut(x, rank)) for n, x in flat.items()}
+
+        save_sharded({"state_dict": wholes}, list(wholes), tmp_path / "folder", dist.barrier, own)
+
+    run_ranks(write, 2)
+    stored = load_sharded(tmp_path / "folder", in_parts=True)["state_dict"]
+    counted.clear()
+    ranges = {
+        "rows": ((0, 1000), (14_990, 15_010), (89_990, 90_000), (7, 7)),
+        "columns": ((0, 1000), (8_990, 9_010), (9_000, 18_000), (71_990, 72_000)),
+    }
+    for name, whole in wholes.items():
+        for begin, end in ranges[name]:
+            assert torch.equal(stored[name].flatten()[begin:end], whole.flatten()[begin:end])
+    values = 1030 + 1000 + 2 * 9000 + 9000 + 10  # a range that touches two rows reads both
+    assert counted[str(tmp_path / "folder")] < 4 * values + 24 * A_TENSOR
+    assert torch.equal(stored["columns"] + 1, wholes["columns"] + 1)
 
 
 class WithATest(Wide):
