@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.copies import divide_copy, make_copy_whole
 from lightning_parallel.zero.early_reduction import EarlyReduction
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.native import states_of_partition
@@ -63,6 +64,7 @@ class StageStates:
         comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         self.table, self.data, self.stage = table, data, options.stage
+        self._copies: list[nn.Module] = []
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
         self._blocks = table.blocks() if by_block else {}
         ranks = Ranks(data.place, data.size, data.group, reductions=reductions)
@@ -217,10 +219,22 @@ class StageStates:
         """The vectors in which whole parameters lie while they are gathered; stage 3."""
         return [bucket.flat for bucket in self.partition.buckets if isinstance(bucket, GatheredBucket)]
 
+    def divide_copy(self, copied: nn.Module) -> None:
+        """Divide a callback's copy of the model as the model is."""
+        divide_copy(copied, {parameter: entry.name for parameter, entry in self._entries.items()}, self.partition)
+        self._copies.append(copied)
+
     def release(self) -> None:
         """Give parameters and optimizers back. Collective in stage 3."""
+        for copied in self._copies:
+            make_copy_whole(copied)
         self.windows.hold()
         self.partition.release()
+
+    def begin_of(self, name: str) -> int:
+        """From which element on this rank holds a parameter that is divided."""
+        parameter = next(parameter for parameter, entry in self._entries.items() if entry.name == name)
+        return self.partition.piece(parameter)[0]
 
 
 def joined(parts: Sequence[Mapping[Any, Mapping[str, Any]]] | None) -> Mapping[Any, Mapping[str, Any]]:

@@ -214,7 +214,6 @@ MESH: dict[str, Any] = {
 MESH_3: dict[str, Any] = {
     **MESH,
     "options": {**MESH["options"], "zero_stage": 3},
-    "without": [*MESH["without"], "ema"],  # refused, see test_hybrid_zero.py
     "label": ", 2 x 2 with ZeRO 3",
 }
 # Linear layers are cut by columns and rows, one after the other. A hook that reads gradients or weights for itself has
@@ -293,7 +292,7 @@ STRATEGIES = (
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
     Entry("hybrid", 4, **MESH, slow=True),
-    Entry("hybrid", 4, **MESH_3, core=True, slow=True),
+    Entry("hybrid", 4, **MESH_3, slow=True),
     Entry("tensor", 2, **TENSOR, slow=True, label=", all scenarios"),
     Entry("hybrid", 4, **PIPELINE_OF_TENSOR, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
