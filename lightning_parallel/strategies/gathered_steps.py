@@ -75,6 +75,10 @@ class GatheredSteps(DividedCheckpoints):
         ranks enter it; what is written inside is lost."""
         return nullcontext() if self._states is None or self._released else self._states.windows.whole()
 
+    def _compare_replicas(self, when: str) -> None:
+        with self.whole_parameters():
+            super()._compare_replicas(when)
+
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
         in_step = self._metrics is not None and self.metrics.in_step

@@ -101,7 +101,6 @@ class DividedPipeline(GatheredSteps):
             return
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
-        self._refuse_whole(trainer)
         states = self._divide(pipeline) if self._states is None else self._states
         states.partition.take(self.optimizers)
         if self.zero_stage == 3:
@@ -150,19 +149,6 @@ class DividedPipeline(GatheredSteps):
         """`configure_model` builds parameters without memory, where a rank does not keep them whole."""
         with without_memory() if self.num_ranks > 1 or self.zero_stage == 3 else nullcontext():
             yield
-
-    def _refuse_whole(self, trainer: Trainer) -> None:
-        """Raise for what needs parameters whole where stage 3 has parts of them."""
-        if self.zero_stage < 3:
-            return
-        assert self.lightning_module is not None
-        name = type(self).__name__
-        if self.pipeline.num_replicas > 1:
-            raise ValueError(
-                f"{name}(zero_stage=3) divides parameters, and schedule {self._full_schedule().name!r} keeps two"
-                " replicas of each stage, whose parameters are compared. Use a schedule of one direction, or"
-                " zero_stage=2."
-            )
 
     def _divide_copies(self, trainer: Trainer, states: StageStates) -> None:
         """Callbacks that average weights average this rank's parts."""

@@ -292,7 +292,7 @@ STRATEGIES = (
     Entry("pipeline_zb_v", 2, **IN_FOUR, slow=True, label=", all scenarios"),
     Entry("pipeline_1f1b", 4, **COPIES, core=True, slow=True),
     Entry("hybrid", 4, **MESH, slow=True),
-    Entry("hybrid", 4, **MESH_3, slow=True),
+    Entry("hybrid", 4, **MESH_3, core=True, slow=True),
     Entry("tensor", 2, **TENSOR, slow=True, label=", all scenarios"),
     Entry("hybrid", 4, **PIPELINE_OF_TENSOR, core=True, slow=True),
     Entry("parameter_server", 2, **SERVERS, core=True, slow=True),
