@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+from lightning_parallel.pipeline import microbatch
 from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
 from lightning_parallel.zero.closed import only_shapes
+from lightning_parallel.zero.stage_states import StageStates
 
 
 class GatheredSteps(DividedCheckpoints):
@@ -55,14 +58,20 @@ class GatheredSteps(DividedCheckpoints):
             yield
             return
         self._evaluates = not training
-        states.begin(0 if once else len(self._sizes(batch)))
+        whole = states.begin(0, True) if once else self._begin_by_block(states, kind, batch)
         if not once and kind not in self._learnt:
             self._learnt.add(kind)
             with states.windows.learning(states.agree):
                 yield
             return
-        with states.windows.whole() if once or self.repeats.may_repeat(kind) else nullcontext():
+        with states.windows.whole() if whole else nullcontext():
             yield
+
+    def _begin_by_block(self, states: StageStates, kind: str, batch: Any) -> bool:
+        """All copies begin a step; whether its parameters have to be whole as long as it runs."""
+        sizes = self._sizes(batch)
+        parts = partial(microbatch.split, batch, sizes)
+        return states.begin(len(sizes), self.repeats.may_repeat(kind, lambda: self.pipeline.signatures(kind, parts())))
 
     def _is_first_batch(self, training: bool) -> bool:
         assert self.lightning_module is not None

@@ -122,15 +122,22 @@ class StageStates:
         self.windows.passed = passed
         return going, after
 
-    def begin(self, batches: int) -> None:
+    def begin(self, batches: int, whole: bool = False) -> bool:
         """Before a step of stage 3, whose gathers all copies have to share: they are there, with as many micro-batches.
+
+        Args:
+            batches: how many.
+            whole: whether this copy needs all parameters for the length of the step.
+
+        Returns:
+            Whether any copy does.
 
         Raises:
             ValueError: others have come to a pause, or have another number.
         """
         self.partition.reducer.meet()
         self.windows.begin_step()
-        counts = torch.tensor([batches, -batches])
+        counts = torch.tensor([batches, -batches, whole])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.data.group)
         most, least = int(counts[0]), -int(counts[1])
         if most != least:
@@ -138,6 +145,7 @@ class StageStates:
                 f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
                 ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
             )
+        return bool(counts[2])
 
     def agree(self, said: list[bool]) -> list[bool]:
         """For each answer, whether any copy gave it; collective."""

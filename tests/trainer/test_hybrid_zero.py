@@ -17,6 +17,7 @@ from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import HALF, Case, Record, fit, join_as_torchrun, one_process
 from tests.trainer.test_data_axis import Averaged, Conditional, Tied, Twice, assert_all_rows, loader
 from tests.trainer.test_parity import LoudInput, half_precision, scale_and_skips, with_sgd
+from tests.trainer.test_skip_connections import BLOCKS, UNet
 
 THREE = {"zero_stage": 3, "bucket_mb": 1e-4}
 EACH = {**THREE, "gather": "microbatch"}
@@ -40,6 +41,10 @@ def two_epochs(make: Any, copies: int = 2, **trainer: Any) -> Case:
     return Case(make, lambda: loader(4, copies), trainer={"max_epochs": 2, **trainer})
 
 
+class Straight(UNet, Averaged):
+    """Values go from the blocks on the way down to those on the way up."""
+
+
 NO_VALIDATION = {"limit_val_batches": 0}
 RUNS = {
     "evaluations between epochs": (two_epochs(Averaged), THREE),
@@ -48,6 +53,10 @@ RUNS = {
     "blocks computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "block"}),
     "stages computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "stage"}),
     "two directions": (two_epochs(Averaged, **NO_VALIDATION), {**TWO, "schedule": "chimera"}),
+    "values that go straight": (
+        two_epochs(Straight, **NO_VALIDATION),
+        {**EACH, "schedule": "interleaved_1f1b", "blocks": BLOCKS, "skip_connections": True},
+    ),
     "two directions, stage 3": (two_epochs(Averaged), {**THREE, "schedule": "gems"}),
     "two directions, gathered for every micro-batch": (two_epochs(Averaged), {**EACH, "schedule": "chimera"}),
     "two directions, gathered in I": (
