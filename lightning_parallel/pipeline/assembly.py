@@ -172,7 +172,8 @@ class Pipeline(SharedParameters):
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters (and their gradients) and buffers."""
         for _, parameter in self.own:
-            parameter.data = parameter.data.to(device)
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
         for module in self.model.modules():

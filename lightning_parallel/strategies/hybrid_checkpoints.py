@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import States, own_state_dict
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.zero.gradient import ShardedValues
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.stage_states import StageStates, joined
-from lightning_parallel.zero.state import whole_on_owners
+from lightning_parallel.zero.state import Piece, whole_on_owners
 
 
 class DividedCheckpoints(PipelineStrategy):
@@ -58,6 +59,28 @@ class DividedCheckpoints(PipelineStrategy):
             for name, value in state.items()
             if of[name] in whole or of[name] not in divided
         }
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._whole(self._joined(state))
+
+    def _joined(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state dict with what is divided in it, as in that of a callback's copy of the model, made whole on the
+        first copy and left out on others."""
+        states, entries = self._states, self.pipeline.table.by_name
+        parts = {name: value for name, value in state.items() if isinstance(value, ShardedValues)}
+        if states is None or not parts:
+            return state
+        of = {name: entries[name].name for name in parts}
+        own = {
+            of[name]: {"value": Piece(states.begin_of(of[name]), part.local.cpu().clone(), part.shape)}
+            for name, part in parts.items()
+            if part.local.numel()
+        }
+        self.raise_failure()
+        with self.connected():
+            whole = self._bring(own, list(dict.fromkeys(of.values())))
+        kept = {name: value for name, value in state.items() if name not in parts or of[name] in whole}
+        return {name: whole[of[name]]["value"] if name in parts else value for name, value in kept.items()}
 
     def _to_save(self, own: dict[Any, Any]) -> dict[Any, Any]:
         return super()._to_save(own) if self._states is None else own  # copies have dealt them out

@@ -7,8 +7,8 @@ is saved (``hybrid_checkpoints.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +26,8 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.memoryless import without_memory
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
-from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
-from lightning_parallel.trainer.holders import model_copies
+from lightning_parallel.strategies.gathered_steps import GatheredSteps
+from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.partition import Options
 from lightning_parallel.zero.promise import ModelStates, undivided
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Gather = Literal["step", "microbatch"]
 
 
-class DividedPipeline(DividedCheckpoints):
+class DividedPipeline(GatheredSteps):
     """A pipeline whose copies along the data axis divide the states of the stages that they hold alike.
 
     Args:
@@ -81,8 +81,7 @@ class DividedPipeline(DividedCheckpoints):
         )
         self.gather_once_a, self.bucket_mb = gather, bucket_mb
         self.master_weights, self.offload = master_weights, offload
-        self.early_sums, self._evaluates = zero_stage == 0, False
-        self._learnt: set[str] = set()  # kinds of steps of which it is known how they use blocks
+        self.early_sums = zero_stage == 0
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
@@ -102,9 +101,10 @@ class DividedPipeline(DividedCheckpoints):
             return
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
-        self._refuse_whole(trainer)
         states = self._divide(pipeline) if self._states is None else self._states
         states.partition.take(self.optimizers)
+        if self.zero_stage == 3:
+            self._divide_copies(trainer, states)
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
             # Lightning takes a fused optimizer for one that unscales gradients, though here nothing scales them.
@@ -150,25 +150,16 @@ class DividedPipeline(DividedCheckpoints):
         with without_memory() if self.num_ranks > 1 or self.zero_stage == 3 else nullcontext():
             yield
 
-    def _refuse_whole(self, trainer: Trainer) -> None:
-        """Raise for what needs parameters whole where stage 3 has parts of them."""
-        if self.zero_stage < 3:
-            return
+    def _divide_copies(self, trainer: Trainer, states: StageStates) -> None:
+        """Callbacks that average weights average this rank's parts."""
         assert self.lightning_module is not None
-        name = type(self).__name__
-        if self.pipeline.num_replicas > 1:
-            raise ValueError(
-                f"{name}(zero_stage=3) divides parameters, and schedule {self._full_schedule().name!r} keeps two"
-                " replicas of each stage, whose parameters are compared. Use a schedule of one direction, or"
-                " zero_stage=2."
-            )
-        if model_copies(trainer, self.lightning_module):
-            raise ValueError(
-                f"{name}(zero_stage=3) leaves a rank a part of each parameter, but a callback that averages weights"
-                " reads all of them. Use zero_stage=2."
-            )
+        for copied in model_copies(trainer, self.lightning_module):
+            states.divide_copy(copied)
+        before_evaluations_end(trainer, self.lightning_module, self._free_after_evaluation)
 
     def teardown(self) -> None:
+        if self.lightning_module is not None:
+            let_evaluations_end(self.lightning_module.trainer)
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         if self._states is not None and self.watch is not None and not self.failed:
             with self.blocked("the other ranks at the end of the run"):
@@ -176,61 +167,7 @@ class DividedPipeline(DividedCheckpoints):
             self._released = True
         super().teardown()
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def training_step(self, batch: Any, *args: Any) -> Any:
-        with self._gathered("training", batch):
-            return super().training_step(batch, *args)
-
-    def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        with self._gathered(kind, batch):
-            return super()._evaluate(kind, batch, args)
-
-    @contextmanager
-    def _gathered(self, kind: str, batch: Any) -> Iterator[None]:
-        """Around a step of stage 3: parameters are whole inside, or while an action runs.
-
-        What gathers once keeps parameters from the first batch of an evaluation to its end, since copies may have
-        different numbers of batches there.
-        """
-        states, once, training = self._states, self.windows is None, kind == "training"
-        if states is None or self.zero_stage < 3:
-            yield
-            return
-        if self._is_first_batch(training):
-            states.pause()  # who still trains is told, before collectives of two kinds meet
-        if once and not training:
-            if not self._evaluates:
-                states.windows.hold()
-            self._evaluates = True
-            yield
-            return
-        self._evaluates = not training
-        states.begin(0 if once else len(self._sizes(batch)))
-        if not once and kind not in self._learnt:
-            self._learnt.add(kind)
-            with states.windows.learning(states.agree):
-                yield
-            return
-        with states.windows.whole() if once or self.repeats.may_repeat(kind) else nullcontext():
-            yield
-
-    def _is_first_batch(self, training: bool) -> bool:
-        assert self.lightning_module is not None
-        if training:
-            return self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx == 0
-        return not self._evaluates
-
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        """For hooks: inside, this rank's parameters are whole also in stage 3, where they read NaN between steps. All
-        ranks enter it; what is written inside is lost."""
-        return nullcontext() if self._states is None or self._released else self._states.windows.whole()
-
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        if self._states is not None and self._evaluates and self.windows is None:
-            self._states.windows.let_go()
-        self._evaluates = False
+    # -- gradients --------------------------------------------------------------------------------------------------
 
     def sums_while_running(
         self, schedule: Schedule, may_begin_anew: bool

@@ -72,7 +72,7 @@ class PipelineSteps(PipelineGradients):
         index = module.trainer.fit_loop.epoch_loop.batch_idx
         if pipeline.num_replicas == 1 or index & (index - 1):
             return nullcontext()
-        pipeline.compare_replicas(f"before training batch {index} of epoch {module.trainer.current_epoch}")
+        self._compare_replicas(f"before training batch {index} of epoch {module.trainer.current_epoch}")
         return buffers_unchanged(module)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,7 +132,10 @@ class PipelineSteps(PipelineGradients):
         self._check_last_logged()
         self._pause()
         if self.pipeline.num_replicas > 1:
-            self.pipeline.compare_replicas("at the end of training")
+            self._compare_replicas("at the end of training")
+
+    def _compare_replicas(self, when: str) -> None:
+        self.pipeline.compare_replicas(when)
 
     on_validation_end = on_test_end = _check_last_logged
 

@@ -43,9 +43,33 @@ class WholeState:
 
 def model_copies(trainer: Trainer, module: LightningModule) -> list[LightningModule]:
     """Copies of the module that callbacks made in `setup`, as those that average weights do."""
+    found = {id(copied): copied for callback in _callbacks(trainer) for copied in _copies_in(callback, module)}
+    return list(found.values())
+
+
+def before_evaluations_end(trainer: Trainer, module: LightningModule, do: Callable[[], None]) -> None:
+    """Have something done before callbacks that hold copies of the model swap weights back behind an evaluation."""
+    for callback in _callbacks(trainer):
+        if _copies_in(callback, module):
+            own = type(callback).on_validation_epoch_end.__get__(callback)
+
+            def first(*args: Any, own: Callable[..., None] = own) -> None:
+                do()
+                own(*args)
+
+            callback.on_validation_epoch_end = first  # type: ignore[assignment, method-assign]
+
+
+def let_evaluations_end(trainer: Trainer) -> None:
+    """Undo `before_evaluations_end`."""
+    for callback in _callbacks(trainer):
+        callback.__dict__.pop("on_validation_epoch_end", None)
+
+
+def _copies_in(callback: Callback, module: LightningModule) -> list[LightningModule]:
     names = [name for name, _ in module.named_parameters()]
-    held = [value for callback in _callbacks(trainer) for value in vars(callback).values()]
-    found = {id(inner): inner for value in held if isinstance(value, nn.Module) for inner in value.modules()}
+    held = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
+    found = {id(inner): inner for value in held for inner in value.modules()}
     return [
         inner
         for inner in found.values()

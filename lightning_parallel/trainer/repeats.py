@@ -9,7 +9,7 @@ be found out too, so no step begins without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -57,9 +57,15 @@ class Repeats:
         """Whether the first step of a kind runs, which may become void."""
         return self._possible and not self._always and kind not in self._seen | self._repeating
 
-    def may_repeat(self, kind: str) -> bool:
-        """Whether a step of that kind may run parts of itself more often than once."""
-        return self.is_first(kind) or self._always or kind in self._repeating
+    def may_repeat(self, kind: str, signatures: Callable[[], Sequence[Hashable]]) -> bool:
+        """Whether a step of that kind may run parts of itself more often than once.
+
+        Args:
+            kind: of the step.
+            signatures: gives those of its micro-batches.
+        """
+        asks = self._always and bool(self._pipeline.rounds.new(signatures()))
+        return asks or self.is_first(kind) or kind in self._repeating
 
     def learn(self, kind: str, work: StepWork) -> None:
         """Before a step of a kind that repeats: find out about the calls of signatures that are new."""

@@ -2,22 +2,26 @@
 
 The one idea: a parameter that is closed is of a class of its own for that time, so that PyTorch asks here before an
 operator or an attribute sees it. What it is like (shape, dtype, device, its gradient) may be asked for, its values may
-not. An open one is of its own class and pays nothing. Left out: `data` and `detach()` between steps, which state dicts
-take of all parameters; what they give reads NaN.
+not; `data` and `detach()` give this rank's part of them, for what goes element by element, as averages of weights do.
+An open one is of its own class and pays nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_parallel.zero.gradient import ShardedGradient, ShardedValues
 
 _SHOW_VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
-_DETACHED = {"data", "detach"}
 _MAY = {
-    *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "__dir__", "requires_grad_", "detach"),
+    *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "__dir__", "requires_grad_"),
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "untyped_storage"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "get_device", "data_ptr"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),  # optimizers that make their state at construction
@@ -26,6 +30,49 @@ _MAY = {
     *("type", "double", "float", "half", "bfloat16"),
 }
 _in_forward = [False]
+_for_shapes = [False]
+
+
+@contextmanager
+def only_shapes() -> Iterator[None]:
+    """Whoever computes inside wants shapes and no values: closed parameters read NaN."""
+    before, _for_shapes[0] = _for_shapes[0], True
+    try:
+        yield
+    finally:
+        _for_shapes[0] = before
+
+
+@dataclass
+class Kept:
+    """What a rank keeps of a closed parameter.
+
+    Args:
+        name: of the parameter.
+        part: its elements from `begin` to `end`, 1-D.
+        group: the ranks that keep the others.
+        wide: what the optimizer updates in place of the part, if that has more bits.
+    """
+
+    name: str
+    part: Tensor
+    begin: int
+    end: int
+    group: Any
+    wide: Tensor | None = None
+
+    def values(self, like: Tensor) -> ShardedValues:
+        """The part, with the shape of the parameter."""
+        return ShardedValues(self.part, like, self.group)
+
+    @torch.no_grad()
+    def take(self, source: Tensor) -> None:
+        """Take over this rank's elements of a whole tensor, or of one that is divided alike."""
+        divided = isinstance(source, ShardedGradient)
+        elements = source.local if divided else source.detach().reshape(-1)[self.begin : self.end]  # type: ignore[attr-defined]
+        self.part.copy_(elements)
+        if self.wide is not None:
+            self.wide.copy_(elements)
 
 
 def watch_forward(runs: bool) -> None:
@@ -36,21 +83,26 @@ def watch_forward(runs: bool) -> None:
 class Closed:
     """What is mixed into a parameter's class while it is closed."""
 
-    _name: str
+    _kept: Kept
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
-        detaches = _in_forward[0] and (name in _DETACHED or (name == "__get__" and attribute in _DETACHED))
+        name, attribute = func.__name__, ""
+        if name == "__get__":
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if func == torch.equal:  # of parameters it is asked whether they are the same one
             return args[0] is args[1]
-        if name not in _MAY or (name == "__get__" and attribute in _SHOW_VALUES) or detaches:
-            raise _unread(attribute or name, [*args, *(kwargs or {}).values()])
+        if (attribute == "data" or name == "detach") and not _for_shapes[0]:
+            return args[0]._kept.values(args[0]) if not _in_forward[0] else _refuse(attribute or name, args)
+        if name == "copy_":
+            return _copy(*args)
+        if (name not in _MAY or attribute in _SHOW_VALUES) and not _for_shapes[0]:
+            _refuse(attribute or name, [*args, *(kwargs or {}).values()])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _unread("deepcopy", [self])
+        _refuse("deepcopy", [self])
 
 
 @lru_cache(maxsize=256)
@@ -58,24 +110,34 @@ def _closed(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return cast(type[nn.Parameter], type(kind.__name__, (Closed, kind), {"__module__": kind.__module__}))
 
 
-def close(parameter: nn.Parameter, name: str) -> None:
-    """From now on nobody may read the parameter's values; `name`: for the message."""
+def close(parameter: nn.Parameter, kept: Kept) -> None:
+    """From now on nobody may read the parameter's values."""
     if not isinstance(parameter, Closed):
         parameter.__class__ = _closed(type(parameter))
-        parameter.__dict__["_name"] = name
+        parameter.__dict__["_kept"] = kept
 
 
 def reopen(parameter: nn.Parameter) -> None:
     """The parameter is as any other again."""
     if isinstance(parameter, Closed):
         parameter.__class__ = type(parameter).__mro__[2]
-        del parameter.__dict__["_name"]
+        del parameter.__dict__["_kept"]
 
 
-def _unread(what: str, arguments: Any) -> Exception:
+def _copy(target: Any, source: Any, *_: Any) -> Any:
+    """`target.copy_(source)`, of which one or both are closed: averages, and weights that are loaded."""
+    if isinstance(source, Closed):
+        source = source._kept.values(cast(Tensor, source))
+    if isinstance(target, Closed):
+        target._kept.take(source)
+        return target
+    return target.copy_(source)
+
+
+def _refuse(what: str, arguments: Any) -> NoReturn:
     closed = [x for x in _flat(arguments) if isinstance(x, Closed)]
-    name = closed[0]._name if closed else "?"
-    return ValueError(
+    name = closed[0]._kept.name if closed else "?"
+    raise ValueError(
         f"`{what}` reads parameter `{name}`, of which zero_stage=3 leaves this rank a part. In a hook, read it inside"
         " `with trainer.strategy.whole_parameters():`, on all ranks. In a step that gathers by micro-batch, what is"
         " read outside of its block's call has to be read in the first step of its kind (training, ...) too; or"

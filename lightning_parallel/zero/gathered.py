@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.zero.bucket import Bucket
-from lightning_parallel.zero.closed import close, reopen
+from lightning_parallel.zero.closed import Kept, close, reopen
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 
 
@@ -32,6 +32,7 @@ class GatheredBucket(Bucket):
     is_open = True
     names: Sequence[str] = ()
     _gathering: Any = None
+    _kept: Sequence[Kept] = ()
 
     def _own_part(self) -> Tensor:
         """The part in memory of its own, and behind it the number that closed parameters read."""
@@ -39,6 +40,11 @@ class GatheredBucket(Bucket):
         own = torch.cat([part, part.new_full((1,), float("nan"))])
         self._closed = own[len(part) :]
         return own[: len(part)]
+
+    def _keep(self, index: int, name: str) -> Kept:
+        (at, k), (begin, end) = self.places[index], self.layout.piece(index, self.ranks.rank)
+        wide = self.updated[at : at + k] if self.has_copy else None
+        return Kept(name, self.own[at : at + k], begin, end, self.ranks.group, wide)
 
     def open(self, traffic: Traffic) -> None:
         """Begin to gather, if that is to be done."""
@@ -64,9 +70,10 @@ class GatheredBucket(Bucket):
             self.is_open = False
             self._closed.fill_(float("nan"))
             place = self._closed.storage_offset()
-            for parameter, name in zip(self.parameters, self.names, strict=True):
+            self._kept = self._kept or [self._keep(i, name) for i, name in enumerate(self.names)]
+            for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.data = self._closed.as_strided(parameter.shape, [0] * parameter.dim(), place)
-                close(parameter, name)
+                close(parameter, kept)
             self.flat.untyped_storage().resize_(0)
 
     def gather(self, traffic: Traffic) -> Any:

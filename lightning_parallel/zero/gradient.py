@@ -25,7 +25,7 @@ _BY_ELEMENT = {
 }  # fmt: skip
 _LISTS = {
     aten._foreach_mul_, aten._foreach_div_, aten._foreach_zero_, aten._foreach_clamp_min_, aten._foreach_clamp_max_,
-    aten._foreach_add_, aten._foreach_neg_,
+    aten._foreach_add_, aten._foreach_neg_, aten._foreach_lerp_,
 }  # fmt: skip
 _SUMS: dict[Any, Any] = {
     aten.sum: dist.ReduceOp.SUM, aten.any: dist.ReduceOp.MAX, aten.all: dist.ReduceOp.MIN,
@@ -50,6 +50,7 @@ class ShardedGradient(Tensor):
     local: Tensor
     group: Any
     fresh: Tensor | None
+    _elsewhere: frozenset[Any] = frozenset()
 
     @staticmethod
     def __new__(cls: type[ShardedGradient], local: Tensor, like: Tensor, group: Any = None) -> ShardedGradient:
@@ -84,11 +85,22 @@ class ShardedGradient(Tensor):
             return None
         if packet is aten._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(func, *args)
+        if packet in cls._elsewhere:
+            raise TypeError(_needs_all(args, packet))
         if packet is aten.linalg_vector_norm:
             return _norm(*args, **kwargs)
         if packet in _SUMS:
             return _reduce(func, _SUMS[packet], args, kwargs)
         raise TypeError(_needs_all(args, packet))
+
+
+class ShardedValues(ShardedGradient):
+    """The values of a parameter of which this rank holds some elements, for what goes element by element: averages."""
+
+    _elsewhere = frozenset({aten.linalg_vector_norm, *_SUMS})  # hooks that log it ask on one rank
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_needs_all((self,), torch.save))
 
 
 def total_norm(gradients: Sequence[Tensor], order: float, group: Any) -> Tensor:
@@ -157,7 +169,7 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*map(_local, args), **kwargs)
     if func._schema.name.endswith("_"):
         return args[0]
-    return ShardedGradient(result, first, first.group)
+    return type(first)(result, first, first.group)
 
 
 def _norm(gradient: ShardedGradient, order: float = 2, dim: Any = None, *args: Any, dtype: Any = None) -> Tensor:
@@ -200,11 +212,16 @@ def _locals(arg: Any) -> Any:
 def _needs_all(args: Sequence[Any], packet: Callable[..., Any]) -> str:
     gradient = next((arg for arg in args if isinstance(arg, ShardedGradient)), None)
     held = "" if gradient is None else f" of {gradient.numel()} elements, {gradient.local.numel()} of them here"
+    name = getattr(packet, "__name__", packet)
+    if isinstance(gradient, ShardedValues):
+        return (
+            f"A parameter that ZeRO divides among the ranks{held}, was given to `{name}`, which needs all of them. Read"
+            " it inside `with trainer.strategy.whole_parameters():`, on all ranks."
+        )
     return (
-        f"A gradient that ZeRO divides among the ranks{held}, was given to `{getattr(packet, '__name__', packet)}`,"
-        " which needs all of them. Scale, clamp or zero it, take norms and sums (on every rank), clip with"
-        " self.clip_gradients(...); or gather the values with lightning_parallel.zero.gradient.gather_gradient(p.grad)"
-        " on every rank."
+        f"A gradient that ZeRO divides among the ranks{held}, was given to `{name}`, which needs all of them. Scale,"
+        " clamp or zero it, take norms and sums (on every rank), clip with self.clip_gradients(...); or gather the"
+        " values with lightning_parallel.zero.gradient.gather_gradient(p.grad) on every rank."
     )
 
 

@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.copies import divide_copy, make_copy_whole
 from lightning_parallel.zero.early_reduction import EarlyReduction
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.native import states_of_partition
@@ -63,6 +64,7 @@ class StageStates:
         comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         self.table, self.data, self.stage = table, data, options.stage
+        self._copies: list[nn.Module] = []
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
         self._blocks = table.blocks() if by_block else {}
         ranks = Ranks(data.place, data.size, data.group, reductions=reductions)
@@ -120,15 +122,22 @@ class StageStates:
         self.windows.passed = passed
         return going, after
 
-    def begin(self, batches: int) -> None:
+    def begin(self, batches: int, whole: bool = False) -> bool:
         """Before a step of stage 3, whose gathers all copies have to share: they are there, with as many micro-batches.
+
+        Args:
+            batches: how many.
+            whole: whether this copy needs all parameters for the length of the step.
+
+        Returns:
+            Whether any copy does.
 
         Raises:
             ValueError: others have come to a pause, or have another number.
         """
         self.partition.reducer.meet()
         self.windows.begin_step()
-        counts = torch.tensor([batches, -batches])
+        counts = torch.tensor([batches, -batches, whole])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.data.group)
         most, least = int(counts[0]), -int(counts[1])
         if most != least:
@@ -136,6 +145,7 @@ class StageStates:
                 f"Copies of the model got batches of {least} to {most} micro-batches in one step, and gather parameters"
                 ' once for each. Give all of them as many rows (drop_last=True), or use gather="step".'
             )
+        return bool(counts[2])
 
     def agree(self, said: list[bool]) -> list[bool]:
         """For each answer, whether any copy gave it; collective."""
@@ -217,10 +227,22 @@ class StageStates:
         """The vectors in which whole parameters lie while they are gathered; stage 3."""
         return [bucket.flat for bucket in self.partition.buckets if isinstance(bucket, GatheredBucket)]
 
+    def divide_copy(self, copied: nn.Module) -> None:
+        """Divide a callback's copy of the model as the model is."""
+        divide_copy(copied, {parameter: entry.name for parameter, entry in self._entries.items()}, self.partition)
+        self._copies.append(copied)
+
     def release(self) -> None:
         """Give parameters and optimizers back. Collective in stage 3."""
+        for copied in self._copies:
+            make_copy_whole(copied)
         self.windows.hold()
         self.partition.release()
+
+    def begin_of(self, name: str) -> int:
+        """From which element on this rank holds a parameter that is divided."""
+        parameter = next(parameter for parameter, entry in self._entries.items() if entry.name == name)
+        return self.partition.piece(parameter)[0]
 
 
 def joined(parts: Sequence[Mapping[Any, Mapping[str, Any]]] | None) -> Mapping[Any, Mapping[str, Any]]:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as of_lightning
 
 from lightning_parallel.errors import StageError
+from lightning_parallel.pipeline.phantom import ForeignParameter
 from lightning_parallel.strategies import HybridStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
@@ -15,14 +17,12 @@ from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import HALF, Case, Record, fit, join_as_torchrun, one_process
 from tests.trainer.test_data_axis import Averaged, Conditional, Tied, Twice, assert_all_rows, loader
 from tests.trainer.test_parity import LoudInput, half_precision, scale_and_skips, with_sgd
+from tests.trainer.test_skip_connections import BLOCKS, UNet
 from tests.trainer.watched import QUICK
 
 THREE = {"zero_stage": 3, "bucket_mb": 1e-4}
 EACH = {**THREE, "gather": "microbatch"}
 TWO = {"zero_stage": 2, "bucket_mb": 1e-4}
-since_averages = pytest.mark.skipif(
-    not hasattr(of_lightning, "WeightAveraging"), reason="Lightning averages weights from version 2.6 on"
-)
 
 
 def on_mesh(*runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2) -> list[list[Record]]:
@@ -42,6 +42,10 @@ def two_epochs(make: Any, copies: int = 2, **trainer: Any) -> Case:
     return Case(make, lambda: loader(4, copies), trainer={"max_epochs": 2, **trainer})
 
 
+class Straight(UNet, Averaged):
+    """Values go from the blocks on the way down to those on the way up."""
+
+
 NO_VALIDATION = {"limit_val_batches": 0}
 RUNS = {
     "evaluations between epochs": (two_epochs(Averaged), THREE),
@@ -50,17 +54,42 @@ RUNS = {
     "blocks computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "block"}),
     "stages computed again": (two_epochs(Averaged, **NO_VALIDATION), {**EACH, "recompute": "stage"}),
     "two directions": (two_epochs(Averaged, **NO_VALIDATION), {**TWO, "schedule": "chimera"}),
+    "values that go straight": (
+        two_epochs(Straight, **NO_VALIDATION),
+        {**EACH, "schedule": "interleaved_1f1b", "blocks": BLOCKS, "skip_connections": True},
+    ),
+    "two directions, stage 3": (two_epochs(Averaged), {**THREE, "schedule": "gems"}),
+    "two directions, gathered for every micro-batch": (two_epochs(Averaged), {**EACH, "schedule": "chimera"}),
+    "two directions, gathered in I": (
+        two_epochs(Averaged, **NO_VALIDATION),
+        {**EACH, "schedule": "dualpipe", "num_microbatches": 4},
+    ),
 }
+if hasattr(of_lightning, "EMAWeightAveraging"):  # from version 2.6 on
+    AVERAGES = two_epochs(Averaged, callbacks=lambda: [of_lightning.EMAWeightAveraging(decay=0.5)])
+    RUNS["averages of weights"] = (AVERAGES.but(at_end=lambda trainer, module: bytes_of_average(trainer)), THREE)
+    RUNS["averages, gathered for every micro-batch"] = (AVERAGES, EACH)
+
+
+def bytes_of_average(trainer: Trainer) -> tuple[int, int]:
+    """What the average's parameters hold on this rank, and what they would hold whole."""
+    average = next(c for c in trainer.callbacks if isinstance(c, of_lightning.EMAWeightAveraging))._average_model
+    own = [p for p in average.parameters() if type(p) is not ForeignParameter]
+    return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in own}.values()), sum(
+        p.nbytes for p in own
+    )
 
 
 def test_what_steps_may_do():
     references = {}
     for case, _ in RUNS.values():
-        key = (case.make, "limit_val_batches" in case.trainer)
+        key = (case.make, *case.trainer)
         if key not in references:
-            references[key] = one_process(case.but(loader=lambda: loader(8)))
+            references[key] = one_process(case.but(loader=lambda: loader(8), at_end=None))
     for (case, _), records in zip(RUNS.values(), on_mesh(*RUNS.values()), strict=True):
-        assert_all_rows(case, references[case.make, "limit_val_batches" in case.trainer], records)
+        assert_all_rows(case, references[(case.make, *case.trainer)], records)
+        for held, whole in (record.extra for record in records if record.extra is not None):
+            assert held < 2 / 3 * whole, "a half, and a number behind each part"
 
 
 @pytest.mark.slow
@@ -154,22 +183,19 @@ def test_arguments_that_do_not_go_together(options, words):
         HybridStrategy(**options)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "callbacks", "words"),
-    [
-        ({"schedule": "chimera"}, list, r"zero_stage=3\) divides parameters, and schedule 'chimera' keeps two"),
-        pytest.param(
-            {},
-            lambda: [of_lightning.WeightAveraging()],
-            r"a callback that averages weights reads all of them\. Use zero_stage=2",
-            marks=since_averages,
-        ),
-    ],
-)
-def test_what_reads_whole_parameters_is_refused(strategy, callbacks, words):
-    case = Case(Averaged, lambda: loader(4), trainer={"max_epochs": 1, "callbacks": callbacks})
-    with pytest.raises(StageError, match=words):
-        on_mesh((case, {**THREE, **strategy}))
+class Apart(Classifier):
+    """A hook changes a weight on one rank alone."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if os.environ["RANK"] == "1":
+            self.net[0].weight.data.mul_(1.5)
+
+
+@pytest.mark.slow
+def test_replicas_of_divided_stages_are_compared():
+    case = Case(Apart, lambda: loader(4), trainer={"max_epochs": 1}, validate=False)
+    with pytest.raises(StageError, match=r"Parameter `net.0.weight` of stage 0 is no longer the same on all ranks"):
+        on_mesh((case, {**THREE, "schedule": "chimera"}))
 
 
 WAYS = [(0, "step"), (1, "step"), (2, "step"), (3, "step"), (3, "microbatch")]

@@ -214,7 +214,6 @@ MESH: dict[str, Any] = {
 MESH_3: dict[str, Any] = {
     **MESH,
     "options": {**MESH["options"], "zero_stage": 3},
-    "without": [*MESH["without"], "ema"],  # refused, see test_hybrid_zero.py
     "label": ", 2 x 2 with ZeRO 3",
 }
 # Linear layers are cut by columns and rows, one after the other. A hook that reads gradients or weights for itself has
