@@ -173,13 +173,17 @@ class StageRun:
             raise Unread(f"{error} {words}") from error
         self.has_ended = True
         if not self.is_last and not self.going.finding:
-            first_block = self.cut.first_block(self.stage + 1)
-            raise PhantomError(
-                calls.not_all_called(self.stage, first_block, self.exits, self.going, returned_none=result is None)
-            )
+            self._refuse_end(result)
         if self.is_last:
             self._refuse_phantoms(result, "returns")
         return result
+
+    def _refuse_end(self, result: Any) -> None:
+        """The step ended on a stage that is not the last."""
+        first_block = self.cut.first_block(self.stage + 1)
+        raise PhantomError(
+            calls.not_all_called(self.stage, first_block, self.exits, self.going, returned_none=result is None)
+        )
 
     @contextmanager
     def replay(self) -> Iterator[None]:
