@@ -79,7 +79,6 @@ CAUSAL: dict[str, tuple[Case, int]] = {
     "gpt, 4": (case(gpt), 4),
     "gpt without a mask, 2": (case(lambda: gpt(explicit_mask=False)), 2),
     "gpt without a mask, 4": (case(lambda: gpt(explicit_mask=False)), 4),
-    "one stage": (case(gpt), 1),
     "gpt2, 2": (case(lambda: hugging_face("gpt2")), 2),
     "llama, 2": (case(lambda: hugging_face("llama")), 2),
     "llama, 4": (case(lambda: hugging_face("llama")), 4),
@@ -124,10 +123,10 @@ def counted(trainer: Trainer, module: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, 2])  # one runs whole sequences
 def test_a_step_counts_and_logs_once_for_a_micro_batch(num_stages):
     """Of one micro-batch, as BatchNorm sees a batch in one process."""
-    run = replace(case(Counting, num_microbatches=1), at_end=counted)
+    run = replace(case(Counting, num_microbatches=1, stages={"before": 0}), at_end=counted)
     records, reference = on_stages(run, num_stages), one_process(run)
     assert_same(records, reference, leave_out=KEY_BIAS)
     assert records[0].extra == reference.extra
@@ -168,16 +167,10 @@ def test_every_new_length_runs_whole_once():
 @pytest.mark.slow
 def test_masks_of_dropout_are_the_same_on_any_number_of_stages():
     run = case(lambda: gpt(dropout=0.2), slices=2)
-    first, *others = [on_stages(run, num_stages)[0] for num_stages in (1, 2, 4)]
-    whole = on_stages(run.but({"schedule": "gpipe", "slices": None}), 1)[0]
-    for other in others:
-        torch.testing.assert_close(torch.stack(other.losses), torch.stack(first.losses))
-        for name, value in first.weights.items():
-            keys = KEY_BIAS.get(name.split(".", 2)[-1], slice(0, 0))
-            mine, theirs = other.weights[name].clone(), value.clone()
-            mine[keys], theirs[keys] = 0, 0
-            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
-    assert not torch.equal(torch.stack(whole.losses), torch.stack(first.losses))
+    first = on_stages(run, 2)[0]
+    assert_same(on_stages(run, 4), first, leave_out=KEY_BIAS)
+    whole = on_stages(run.but({"schedule": "gpipe", "slices": None}), 2)[0]
+    assert not torch.allclose(torch.stack(whole.losses[1:]), torch.stack(first.losses[1:]))
 
 
 def shares(copies: int) -> DataLoader:

@@ -166,7 +166,7 @@ class TokenSeat(Seat):
 
     def _begin(self, microbatch: int, work: StepWork) -> SlicedMicrobatch:
         """Run the step up to this stage's end, noting what its blocks are called with."""
-        run = PlanRun(*self._run_arguments(microbatch, work), again=self.departure is None)
+        run = PlanRun(*self._run_arguments(microbatch, work))
         run.forward(work.steps[microbatch])
         return SlicedMicrobatch(run, self._bounds(work.signatures[microbatch]), self.cut.streams)
 
