@@ -199,9 +199,13 @@ class Pipeline(SharedParameters):
         return [(*mode, microbatch.signature(part)) for part in parts]
 
     def cuts_sequences(self, signatures: Sequence[Hashable]) -> bool:
-        """Whether micro-batches of these signatures can run in token slices: each ran as a whole once."""
+        """Whether micro-batches of these signatures run in token slices: each ran as a whole once, and others wait."""
         seats = [seat for seat in self.engine.seats.values() if isinstance(seat, TokenSeat)]
-        return bool(seats) and all(seat.knows(signature) for seat in seats for signature in signatures)
+        return (
+            bool(seats)
+            and self.num_stages > 1
+            and all(seat.knows(signature) for seat in seats for signature in signatures)
+        )
 
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.

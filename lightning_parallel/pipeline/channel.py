@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.pipeline.local_channel import LocalChannel, LocalReceipt
+from lightning_parallel.pipeline.payload import empty, storage_order, to_bytes
 from lightning_parallel.pipeline.values import TensorMeta
 
 _BLOCK = 512  # bytes of an object's first message
@@ -48,45 +49,6 @@ class Receipt:
                 for work in self.works:
                     work.wait()
         return self.tensors
-
-
-class LocalChannel:
-    """What a `Channel` does, between two stages of one rank: nothing moves.
-
-    A value is there before it is waited for, since the rank runs the stage that makes it first.
-    """
-
-    is_local = True
-
-    def __init__(self) -> None:
-        self._tensors: deque[list[Tensor]] = deque()
-        self._objects: deque[Any] = deque()
-
-    def send(self, tensors: Sequence[Tensor], metas: Sequence[TensorMeta] | None = None) -> None:
-        self._tensors.append([tensor.detach() for tensor in tensors])
-
-    def post(self, metas: Sequence[TensorMeta], what: str) -> _LocalReceipt:
-        return _LocalReceipt(self._tensors)
-
-    def send_object(self, value: Any) -> None:
-        self._objects.append(value)
-
-    def receive_object(self, what: str) -> Any:
-        return self._objects.popleft()
-
-    def settle(self) -> None:
-        """A step begins: what an interrupted one left is forgotten."""
-        self._tensors.clear()
-
-
-@dataclass
-class _LocalReceipt:
-    """Waits by taking the oldest tensors that were handed over."""
-
-    handed: deque[list[Tensor]]
-
-    def wait(self) -> list[Tensor]:
-        return self.handed.popleft()
 
 
 class Channel:
@@ -132,7 +94,7 @@ class Channel:
         tensors are received contiguous.
         """
         self._forget_sent()
-        orders = [None] * len(tensors) if metas is None else map(_storage_order, metas)
+        orders = [None] * len(tensors) if metas is None else map(storage_order, metas)
         for tensor, order in zip(tensors, orders, strict=True):
             payload = to_bytes(tensor, order)
             if payload.numel():
@@ -140,9 +102,9 @@ class Channel:
 
     def post(self, metas: Sequence[TensorMeta], what: str) -> Receipt:
         """Start receiving tensors of the given metas; `what` says in an error which value is waited for."""
-        tensors = [_empty(meta, self.device) for meta in metas]
+        tensors = [empty(meta, self.device) for meta in metas]
         works = [
-            self._irecv(to_bytes(tensor, _storage_order(meta)))
+            self._irecv(to_bytes(tensor, storage_order(meta)))
             for tensor, meta in zip(tensors, metas, strict=True)
             if tensor.numel()
         ]
@@ -229,35 +191,4 @@ class Channel:
 
 
 AnyChannel = Channel | LocalChannel
-AnyReceipt = Receipt | _LocalReceipt
-
-
-@lru_cache(maxsize=4096)
-def _storage_order(meta: TensorMeta) -> tuple[int, ...] | None:
-    """The dimensions from the slowest to the fastest in memory; None for contiguous, and where memory has gaps."""
-    order = sorted(range(len(meta.shape)), key=lambda d: -meta.stride[d])
-    expected = 1
-    for d in reversed(order):
-        if meta.shape[d] != 1 and meta.stride[d] != expected:
-            return None
-        expected *= meta.shape[d]
-    return None if order == sorted(order) else tuple(order)
-
-
-def _empty(meta: TensorMeta, device: torch.device) -> Tensor:
-    """Memory for a tensor, laid out as the meta says."""
-    order = _storage_order(meta)
-    if order is None:
-        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
-    in_memory = torch.empty([meta.shape[d] for d in order], dtype=meta.dtype, device=device)
-    return in_memory.permute([order.index(d) for d in range(len(order))])
-
-
-def to_bytes(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
-    """The bytes of a tensor with its dimensions in an order; of one that lies so in memory, a view."""
-    tensor = tensor.detach()
-    if order is not None:
-        tensor = tensor.permute(order)
-    if tensor.is_complex() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1).view(torch.uint8)
+AnyReceipt = Receipt | LocalReceipt

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from lightning_parallel.mesh import unbound_from_device
 from lightning_parallel.pipeline.boundary import Arrival, Departure
-from lightning_parallel.pipeline.channel import AnyChannel, Channel, LocalChannel
+from lightning_parallel.pipeline.channel import AnyChannel, Channel
 from lightning_parallel.pipeline.copy_of_model import Copy
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.local_channel import LocalChannel
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.token_slices.seat import TokenSeat
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.channel import AnyChannel, Waiting, nobody_waits, to_bytes
+from lightning_parallel.pipeline.channel import AnyChannel, Waiting, nobody_waits
+from lightning_parallel.pipeline.payload import to_bytes
 from lightning_parallel.pipeline.readback import Readback
 
 _ALIGN = 16  # bytes; a tensor is read where its number type may lie

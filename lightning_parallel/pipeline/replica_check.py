@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.channel import to_bytes
 from lightning_parallel.pipeline.parameters import ParameterTable
+from lightning_parallel.pipeline.payload import to_bytes
 from lightning_parallel.pipeline.phantom import Phantom
 
 Held = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]  # name, stages, rows

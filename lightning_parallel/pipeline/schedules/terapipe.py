@@ -13,8 +13,13 @@ def terapipe(num_ranks: int, num_microbatches: int, slices: int = 4) -> Schedule
     A slice of a causal model needs the slices before it (their keys and values), so that micro-batch by micro-batch
     slices go forward in increasing order; their gradients come back in decreasing order. With K slices of equal time
     the bubble is GPipe's for M K micro-batches, ``(D - 1) / (M K + D - 1)``; all M micro-batches are held. Slices
-    later in a sequence attend to more and take longer: equal times need slices of decreasing length, which is for who
-    cuts the sequence. For causal models only.
+    later in a sequence attend to more and take longer: equal times need slices of decreasing length
+    (``PipelineStrategy(slices=[...])``, and ``slice_lengths`` for which).
+
+    Blocks run on slices; what the step does before and behind them runs on whole micro-batches, so the loss is
+    computed with the last slice of each. The first step of every new shape runs whole sequences: there each block is
+    tried on slices. Blocks whose positions meet in anything but causal ``scaled_dot_product_attention`` are refused by
+    name. See docs/design.md.
 
     Args:
         num_ranks: D.
@@ -30,7 +35,7 @@ def terapipe(num_ranks: int, num_microbatches: int, slices: int = 4) -> Schedule
         1F0s0 1F0s1 1B0s1 1B0s0
 
     Source:
-        Li et al., TeraPipe, arXiv 2102.07988 (abstract); the order of forwards and backwards as in its authors' code.
+        Li et al., TeraPipe, arXiv 2102.07988; the order of forwards and backwards as in its authors' code.
     """
     name = write("terapipe", {"slices": slices} if slices != 4 else {})
     require(name, slices >= 1, f"got slices={slices}", "Use 1 or more.")

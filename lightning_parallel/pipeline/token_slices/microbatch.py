@@ -100,7 +100,7 @@ class SlicedMicrobatch:
         made.update({(call.hook.name, place): x for place, x in enumerate(tensors)})
         if number < len(self.bounds) - 1:
             before.append([(self._kept(key), self._kept(value)) for key, value in attention.own])
-        if self.run.is_last and call is self.run.calls[-1]:
+        if self.run.ends_step and call is self.run.calls[-1]:
             self._results.append(result)
 
     def _kept(self, x: Tensor) -> Tensor:

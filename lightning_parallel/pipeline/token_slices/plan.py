@@ -2,11 +2,13 @@
 
 The one idea: the step is the user's and runs on whole micro-batches. As the first slice comes, it runs up to where its
 stage ends, and its blocks' calls are noted. The last stage runs it once more when all slices have passed, to its end:
-the loss is computed from whole sequences.
+the loss is computed from whole sequences. What its first run did to the model is undone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.partition import Unit
 from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.snapshot import untouched
 from lightning_parallel.pipeline.stage import StageRun, StepCut
 from lightning_parallel.pipeline.token_slices.call import BlockCall, Surroundings
 from lightning_parallel.pipeline.token_slices.check import check_block, refuse_hooks
@@ -81,18 +84,33 @@ class PlanRun(_BlocksElsewhere):
     Attributes:
         calls: in the order in which the step makes them.
         handed_on: the arguments of the next stage's first block, by position; empty on the last stage.
+        ends_step: whether this is the last stage. The run ends with its last block all the same, so it is not one that
+            logs (`is_last`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.ends_step, self.is_last = self.is_last, False
         self.calls: list[BlockCall] = []
         self.handed_on: list[Any] = []
 
     def _called(self, hook: Hook, owner: nn.Module, module: Any, args: Any, kwargs: Any) -> Any:
         self.calls.append(BlockCall(hook, module, args, kwargs, Surroundings(self.cut.device)))
-        if self.is_last and self._is_last(hook):
+        if self.ends_step and self._is_last(hook):
             raise StepCut
         return self._phantom_result(hook, owner, args, kwargs, 0)
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        with untouched(self.cut.model) if self.ends_step else nullcontext():  # it runs once more
+            return super().forward(step)
+
+    def _refuse_end(self, result: Any) -> None:
+        if not self.ends_step:
+            super()._refuse_end(result)
+        raise PhantomError(
+            f"The step ended without calling every block: {len(self.calls)} of stage {self.stage}. A step must call"
+            " every block, in order. To skip a batch, return 0 * its loss in place of None."
+        )
 
     def _leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.handed_on, self.exits = tree_flatten((args, kwargs))[0], 1
