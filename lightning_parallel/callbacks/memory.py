@@ -88,6 +88,12 @@ class MemoryMonitor(Callback):
         if self._is_due.is_coming(trainer.global_step, log_every_n_steps(trainer), ahead) or _is_last(trainer, ahead):
             self._meter.begin(batch)
 
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gradients that a strategy holds for itself count from here until they are freed."""
+        held = getattr(trainer.strategy, "held_gradients", None)
+        if held is not None and self._meter is not None:
+            self._meter.note_gradients(held())
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -77,8 +77,12 @@ class Ledger:
             self._note_gradient(parameter)
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        for storage in storages_of(gradient) if gradient is not None else ():
+        if parameter.grad is not None:
+            self.note(parameter.grad)
+
+    def note(self, gradient: Tensor) -> None:
+        """Count a gradient, wherever it is held."""
+        for storage in storages_of(gradient):
             key = key_of(storage)
             if key not in self._gradients and storage.device.type == self._device_type:
                 freed = partial(self._free_gradient, key, storage.nbytes())

@@ -133,6 +133,12 @@ class MemoryMeter:
             current, peak, at_peak = self._with_the_rest(current, peak, at_peak, *self.allocator.read())
         return RankMemory(_in_order(current), _in_order(peak), _in_order(at_peak), *ledger.awaited())
 
+    def note_gradients(self, held: Iterable[Tensor]) -> None:
+        """Count gradients that lie elsewhere than at their parameters."""
+        if self._ledger is not None:
+            for gradient in held:
+                self._ledger.note(gradient)
+
     def close(self) -> None:
         """Take the hooks away."""
         ledger, self._ledger = self._ledger, None

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refuse_zero_arguments
-from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value
+from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
@@ -72,7 +72,7 @@ class ZeROStrategy(ZeRODivision):
         state_dict_type: "full" saves one file as one process does; "sharded" a folder into which every rank writes its
             share of it, for which no rank gathers all (`lightning-parallel consolidate` makes one file of it). Either
             is resumed from, whichever is set. Of a folder a rank reads what it will hold: its part of the optimizer's
-            states and, with engine="fsdp2", of the weights; else all weights.
+            states and, with engine="fsdp2" or in stage 3, of the weights; else all weights.
         broadcast_buffers: give every rank the first one's buffers before a training step, as DDP does.
         start_method, timeout, patience, **kwargs: see `MeshStrategy`.
 
@@ -126,7 +126,8 @@ class ZeROStrategy(ZeRODivision):
         self.expandable_segments, self.keep_root, self.prefetch = expandable_segments, keep_root, prefetch
         self._checkpoints: ActivationCheckpoints | None = None
         self._control: Any = None
-        self.loads_shards = engine == "fsdp2"
+        self._loss_scale: Any = None
+        self.loads_shards = (stage, engine) == (3, "deepspeed") or engine == "fsdp2"
 
     @property
     def control(self) -> Any:
@@ -173,14 +174,13 @@ class ZeROStrategy(ZeRODivision):
             self._checkpoints = self._checkpoint_blocks()
         if self.engine_name == "fsdp2":
             self._engine = self._shard(trainer)
-            if self._waiting is not None:
-                self._waiting()
-        self._waiting = None
+            self._load_waiting()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         elif self.engine_name == "deepspeed" and self.zero_stage == 3:
             self._engine = make_engine(self, trainer, [])
+            self._load_waiting()
         self.setup_precision_plugin()
         _share_methods(self._lightning_optimizers)
         if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
@@ -201,6 +201,8 @@ class ZeROStrategy(ZeRODivision):
         elif self.engine_name == "deepspeed":
             self._engine = make_engine(self, trainer, self.optimizers)
             self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[assignment]
+            self._load_waiting()
+            self._loss_scale = scale_by_engine(self)
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin
@@ -224,6 +226,9 @@ class ZeROStrategy(ZeRODivision):
             with self.blocked(Moving("the other ranks at the end of the run")):
                 self._engine.keep_states(self.optimizers)
                 self._engine.release()
+        if self._loss_scale is not None:
+            self._loss_scale.release()
+            self._loss_scale = None
         if self._checkpoints is not None:
             self._checkpoints.remove()
             self._checkpoints = None

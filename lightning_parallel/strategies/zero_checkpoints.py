@@ -51,6 +51,12 @@ class ZeROCheckpoints(FileOrFolder):
         assert self._engine is not None, "the engine exists after setup"
         return self._engine
 
+    def _load_waiting(self) -> None:
+        """Load what has waited until states are divided."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
+
     def _gather(self, part: Any) -> list[Any] | None:
         """Every rank's part on global rank 0, None elsewhere."""
         if self.world_size == 1:

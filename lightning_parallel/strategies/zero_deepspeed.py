@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_parallel.trainer.holders import model_copies, refuse_sharded
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from lightning_parallel.strategies.zero import ZeROStrategy
 
-_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+_DTYPES = {
+    "32-true": torch.float32, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "bf16-true": torch.bfloat16,
+}  # fmt: skip
 
 
 def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[Optimizer]) -> DeepSpeedEngine:
@@ -48,6 +51,15 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     )
     engine.broadcast_buffers = strategy.broadcast_buffers
     return engine
+
+
+def scale_by_engine(strategy: ZeROStrategy) -> Any:
+    """With float16 the scaler asks the engine about gradients; None without a scaler."""
+    plugin, engine = strategy.precision_plugin, strategy.engine
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    if scaler is None or not isinstance(engine, DeepSpeedEngine):
+        return None
+    return engine.scale_by(scaler)
 
 
 def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
 from lightning_parallel.zero.full_shards import ShardedEngine
 
 
@@ -52,6 +53,10 @@ class ZeROSteps(ZeROCheckpoints):
             self._engine.begin_evaluation()
 
     on_train_end = on_validation_start
+
+    def held_gradients(self) -> list[Tensor]:
+        """Gradients that DeepSpeed holds away from their parameters, for callbacks."""
+        return self._engine.held_gradients() if isinstance(self._engine, DeepSpeedEngine) else []
 
     def _free_gathered(self) -> None:
         """Free what FSDP2 keeps gathered behind a forward without a backward."""

@@ -24,6 +24,7 @@ from lightning_parallel.zero.deepspeed_states import (
     cut_state,
     find_fragments,
     flat_vectors,
+    load_divided,
     pieces_of,
     sharded_piece,
 )
@@ -126,8 +127,12 @@ class DividedStates:
         return {names[p]: {"master": fragment.piece(fragment.flat)} for p, fragment in fragments.items()}
 
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Take over a checkpoint's weights before or behind a run, where the module is whole."""
-        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        """Take over a checkpoint's weights; in stage 3 this rank's part of them, if they are divided already."""
+        if self.options.stage < 3 or self._released:
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        fragments = self.fragments if self.optimizer is not None else {}
+        load_divided(module, checkpoint["state_dict"], fragments, self.deepspeed.global_rank, strict)
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
@@ -197,7 +202,8 @@ class DividedStates:
     def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
         """What the paper promises this rank, and what DeepSpeed's vectors add; collective.
 
-        DeepSpeed updates a copy of 32 bits also of parameters that have 32 bits themselves.
+        DeepSpeed updates a copy of 32 bits also of parameters that have 32 bits themselves. Its stages 1 and 2 free
+        gradients in their step.
         """
         trained = [p for group in self.groups for p in group if p.requires_grad]
         size, ranks, stage = self.options.dtype.itemsize, self.deepspeed.world_size, self.options.stage
@@ -212,7 +218,7 @@ class DividedStates:
             stage, ranks, parameters, StateBytes(size, size, 4 + by_element), size,
             held={
                 "parameters": parts if stage == 3 else parts * ranks,
-                "gradients": parts if stage >= 2 else parameters,
+                "gradients": parts if stage == 3 else 0,
                 "copy": parts,
             },
             copy_bytes=4, owned=sum(fragment.numel for fragment in self.fragments.values()), counters=counters,

@@ -21,6 +21,7 @@ from lightning_parallel.zero.collectives import broadcast_together
 from lightning_parallel.zero.deepspeed_module import DividedModule
 from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
+from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed_update import Update
 from lightning_parallel.zero.hidden_gradient import Curtain
@@ -57,7 +58,8 @@ class DeepSpeedEngine(DividedModule):
         refuse_optimizers(optimizers)
         super().__init__(module, optimizers[0] if optimizers else None, device, options, control)
         self.broadcast_buffers = True
-        self._clip, self._unscale, self._has_gradients = 0.0, None, False
+        self._clip, self._has_gradients = 0.0, False
+        self._unscale: Tensor | None = None
         self._update: Update | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
         self.initialize(local_rank, waiting)
@@ -150,6 +152,22 @@ class DeepSpeedEngine(DividedModule):
     def clip(self, parameters: Sequence[Tensor], value: float) -> None:
         """Scale the gradients of the step that follows to a norm of at most `value`, over all parameters."""
         self._clip = value
+
+    def held_gradients(self) -> list[Tensor]:
+        """This rank's gradients as they lie in memory now."""
+        self._curtain.open()
+        held = held_gradients(self.inner, self.options.stage, self.options.offload) if self._has_gradients else []
+        if self._has_gradients:
+            self._curtain.draw()
+        return held
+
+    def scale_by(self, scaler: Any) -> HeldScale:
+        """Let a `GradScaler` ask this engine for what it would read of gradients."""
+
+        def tell(factor: Tensor) -> None:
+            self._unscale = factor
+
+        return HeldScale(scaler, self.held_gradients, tell, self.device)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.

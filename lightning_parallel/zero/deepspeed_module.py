@@ -39,6 +39,7 @@ class DividedModule(DividedStates):
         super().__init__(module, optimizer, options, control)
         self.device = device
         self._calls: SameCalls | None = None
+        self._nesting: list[nn.TransformerEncoder] = []
 
     def initialize(self, local_rank: int, waiting: Waiting) -> None:
         """Let DeepSpeed divide; all ranks get the first one's parameters. Collective."""
@@ -48,6 +49,11 @@ class DividedModule(DividedStates):
         self._footprints.noted()
         if self.options.stage == 3:
             self._calls = self._watch_calls(waiting)
+            # In evaluation they nest padded rows for layers that take none where a hook hangs on them.
+            encoders = (m for m in self.module.modules() if isinstance(m, nn.TransformerEncoder))
+            self._nesting = [encoder for encoder in encoders if encoder.use_nested_tensor]
+            for encoder in self._nesting:
+                encoder.use_nested_tensor = False
 
     def _watch_calls(self, waiting: Waiting) -> SameCalls:
         """Compare what ranks call before DeepSpeed gathers it, and what they made gradients of before it is reduced."""
@@ -120,6 +126,8 @@ class DividedModule(DividedStates):
             for name in set(vars(parameter)) - self._marks[parameter]:
                 delattr(parameter, name)
             parameter.data, parameter.grad = values, None
+        for encoder in self._nesting:
+            encoder.use_nested_tensor = True
         for module in self._footprints.remove():
             module._parameters = dict(module._parameters.items())
         if self.optimizer is not None:

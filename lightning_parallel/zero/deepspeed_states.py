@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.partition import is_by_element
 from lightning_parallel.zero.state import Piece, host_copy
 
@@ -104,6 +105,49 @@ def sharded_piece(parameter: Any, rank: int) -> Piece | None:
     if numel <= 0:
         return None
     return Piece(begin, parameter.ds_tensor.detach()[:numel].cpu().clone(), parameter.ds_shape)
+
+
+def load_divided(
+    module: nn.Module, state: Mapping[str, Tensor], fragments: Mapping[nn.Parameter, Fragment], rank: int, strict: bool
+) -> None:
+    """Stage 3: take this rank's elements of weights, and of the vectors that the optimizer updates.
+
+    Raises:
+        RuntimeError: names or shapes are others than the module's; names only if `strict`.
+    """
+    own: dict[str, Any] = {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    rest = {name: value for name, value in state.items() if name not in own}
+    wrong = module.load_state_dict(rest, strict=False)
+    missing = [name for name in {*wrong.missing_keys, *own} if clean_name(name) not in state]
+    problems = [f"Missing key(s): {sorted(missing)}." if missing and strict else ""]
+    problems += [f"Unexpected key(s): {wrong.unexpected_keys}." if wrong.unexpected_keys and strict else ""]
+    there = {name: parameter for name, parameter in own.items() if name in state}
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)}, the module's has {tuple(p.ds_shape)}."
+        for name, p in there.items()
+        if state[name].shape != p.ds_shape
+    ]
+    if any(problems):
+        text = " ".join(filter(None, problems))
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {text}")
+    for parameter, value in {p: state[name] for name, p in there.items()}.items():
+        _load_part(parameter, value, fragments.get(parameter), rank)
+
+
+@torch.no_grad()
+def _load_part(parameter: Any, value: Tensor, fragment: Fragment | None, rank: int) -> None:
+    """One parameter; small ones are held whole beside this rank's elements."""
+    if parameter.data.shape == parameter.ds_shape:
+        value = value.detach().clone()  # read once
+        parameter.data.copy_(value)
+    part = parameter.ds_tensor.ds_numel
+    begin = part * rank
+    numel = min(part, parameter.ds_numel - begin)
+    if numel > 0:
+        own = value.flatten()[begin : begin + numel]
+        parameter.ds_tensor.data[:numel].copy_(own)
+        if fragment is not None:
+            fragment.of(fragment.flat).copy_(own)
 
 
 def pieces_of(optimizer: Optimizer, numbered: Mapping[int, Fragment]) -> dict[int, dict[str, Any]]:

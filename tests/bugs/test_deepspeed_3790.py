@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.zero.gradient import local_part
 from tests.trainer.modules import Classifier
 from tests.trainer.zeros import SEVERAL, Fit, on_ranks
 
@@ -14,30 +15,28 @@ LIMIT = 0.1
 
 
 class Clipped(Classifier):
-    """Notes the squares of this rank's gradients as the optimizer takes them, and what it takes them for."""
+    """Notes the squares of this rank's gradients as the optimizer has taken them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.squares: list[float] = []
-        self.kinds: set[torch.dtype] = set()
 
     def loss(self, batch: Any) -> Tensor:
         return 10 * super().loss(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
-        optimizer.register_step_pre_hook(self.note)
+        optimizer.register_step_post_hook(self.note)
         return optimizer
 
     def note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in updated]
+        taken = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else local_part(g) for g in taken]
         self.squares.append(sum(float(gradient.double().square().sum()) for gradient in local))
-        self.kinds |= {p.dtype for p in updated}
 
 
 def noted(trainer: Any, module: Any) -> Any:
-    return module.squares, module.kinds
+    return module.squares, {updated.dtype for updated in trainer.optimizers[0].state}
 
 
 @pytest.mark.parametrize("strategies", SEVERAL)

@@ -37,10 +37,11 @@ class Both(Branches):
         return sum(losses) / 2
 
 
+OWN = pytest.param([zero(1), zero(2)], id="own")
 OPTIONS = {"max_epochs": 1, "use_distributed_sampler": False}
 
 
-@pytest.mark.parametrize("strategies", [pytest.param([zero(1), zero(2)], id="own"), others("deepspeed", [1, 2])])
+@pytest.mark.parametrize("strategies", [OWN, others("fsdp2", [2, 3]), others("deepspeed", [1, 2])])
 def test_absent_gradients_count_as_zero(strategies: Any):
     jobs = [(Fit(kind, OPTIONS), make) for make in strategies for kind in (Branches, Both)]
     results = on_ranks(jobs, 2, timeout=140.0)

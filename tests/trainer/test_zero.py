@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.strategies import ZeROStrategy
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_dataset
-from tests.trainer.pipelines import BF16
-from tests.trainer.zeros import STAGES, Fit, ddp, on_ranks, zero
+from tests.trainer.pipelines import BF16, HALF
+from tests.trainer.zeros import EACH, STAGES, Fit, ddp, on_ranks, zero
 
 ROUNDED = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -83,13 +83,11 @@ def results() -> Any:
     for name, run in RUNS.items():
         jobs[name, 0] = (run, ddp(find_unused_parameters=True))
         jobs |= {(name, stage): (run, zero(stage, master_weights=False)) for stage in STAGES}
-    del jobs["branches of ranks", 3]  # FSDP2 wants the same blocks of every rank
     return dict(zip(jobs, on_ranks(list(jobs.values()), 2, timeout=58.0), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), [(n, s) for n in RUNS for s in STAGES if (n, s) != ("branches of ranks", 3)]
-)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", RUNS)
 def test_as_under_ddp(results: Any, name: str, stage: int):
     clipped = "gradient_clip_val" in RUNS[name].trainer  # the squares of a norm are added in another order
     exact = not clipped and not (stage == 2 and "accumulate_grad_batches" in RUNS[name].trainer)
@@ -108,6 +106,20 @@ def test_ranks_see_different_rows(results: Any):
     first, second = results["everything logged", 2]
     assert not torch.equal(first.losses, second.losses)
     assert torch.equal(first.metrics["everybodys"], second.metrics["everybodys"])
+
+
+@pytest.mark.slow
+def test_16_bit_parameters():
+    """precision="16-true" has no loss scale under Lightning: as under DDP, or with divided copies of 32 bits."""
+    options = {"max_epochs": 1, "precision": "16-true"}
+    run = Fit(Classifier, options, after=lambda trainer, _: {p.dtype for p in trainer.optimizers[0].state})
+    makers = [zero(1), zero(2), zero(2, engine="fsdp2"), zero(3)]
+    bare = [zero(stage, engine=engine, master_weights=False) for stage, engine in ((1, None), (2, "fsdp2"), (3, None))]
+    theirs, *ours = on_ranks([(run, make) for make in (ddp(), *makers, *bare)], 2)
+    for results, kind in zip(ours, [torch.float32] * 4 + [torch.float16] * 3, strict=True):
+        torch.testing.assert_close(results[0].losses, theirs[0].losses, **HALF)
+        torch.testing.assert_close(results[0].weights, theirs[0].weights, **HALF)
+        assert results[0].extra == {kind}
 
 
 # -- losses that overflow ----------------------------------------------------------------------------------------------
@@ -132,10 +144,10 @@ class OverflowsUnderAdam(Overflows):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_overflow_of_one_rank_is_everybodys(stage: int):
+@pytest.mark.parametrize("strategy", EACH)
+def test_an_overflow_of_one_rank_is_everybodys(strategy: Any):
     run = Fit(OverflowsUnderAdam, {"max_steps": 4, "plugins": half}, after=steps_of_the_optimizer)
-    [results] = on_ranks([(run, zero(stage))], 2)
+    [results] = on_ranks([(run, strategy)], 2)
     for result in results:
         assert result.extra == (512.0, [3.0])  # half of 1024, and one step of four left out
         assert all(value.isfinite().all() for value in results[0].weights.values())

@@ -51,7 +51,7 @@ FITS = {
     ),
     "by hand": Fit(ByHand, {"max_epochs": 1}, lambda: row_dataset(48, 4)),
 }
-EVERY = {**FITS, **{name: RUNS[name] for name in ("everything logged", "bf16-mixed")}}
+EVERY = {**FITS, **{name: RUNS[name] for name in ("everything logged", "bf16-mixed", "16-mixed")}}
 
 
 def assert_as_under_ddp(theirs: list[Result], ours: list[Result]) -> None:
@@ -85,6 +85,65 @@ def test_bf16_parameters_with_copies_of_32_bits(stage: int):
     theirs, ours = on_ranks([(Fit(Classifier, options), zero(2)), (Fit(Classifier, options), deepspeed(stage))], 2)
     torch.testing.assert_close(ours[0].losses, theirs[0].losses, **BF16)
     torch.testing.assert_close(ours[0].weights, theirs[0].weights, **BF16)
+
+
+class NotFinite(Classifier):
+    """Its second loss on rank 1 is not a number, or infinite."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss * self.factor if batch_idx == 1 and self.trainer.global_rank == 1 else loss
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_not_finite_is_not_passed_over(stage: int):
+    """DeepSpeed by itself leaves out such a step; under DDP weights show what has happened."""
+    runs = [
+        Fit(lambda factor=factor: NotFinite(factor), {"max_steps": 2, "limit_val_batches": 0, **options})
+        for factor in (float("nan"), float("inf"))
+        for options in ({}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "precision": "bf16-true"})
+    ]
+    results = on_ranks([(run, make) for run in runs for make in (ddp(), deepspeed(stage))], 2, timeout=140.0)
+    for theirs, ours in zip(results[::2], results[1::2], strict=True):
+        assert not all(value.isfinite().all() for value in theirs[0].weights.values())
+        torch.testing.assert_close(ours[0].weights, theirs[0].weights, **ROUNDED, equal_nan=True)
+
+
+class Encoder(Classifier):
+    """An encoder of rows with padding, which PyTorch nests in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2))
+        self.inlet, self.head = nn.Linear(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(3) > 1 + (x[:, :1] > 0)
+        return self.head(self.net(self.inlet(x.unflatten(1, (3, 2))), src_key_padding_mask=padding)[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padded_rows_in_evaluations_of_stage_3():
+    run = Fit(Encoder, {"max_epochs": 2}, after=lambda _, module: module.net.use_nested_tensor)
+    theirs, ours = on_ranks([(run, ddp()), (run, deepspeed(3))], 2)
+    assert_as_under_ddp(theirs, ours)
+    assert ours[0].extra
+
+
+@pytest.mark.slow
+def test_a_backward_that_nobody_saw():
+    class ByItself(ByHand):
+        def manual_backward(self, loss: Tensor) -> None:
+            loss.backward()
+
+    with pytest.raises(Exception, match=r"made gradients, and DeepSpeed has not reduced them\. Call self\.manual_back"):
+        on_ranks([(Fit(ByItself, {"max_epochs": 1, "limit_val_batches": 0}), deepspeed(1))], 2)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -157,7 +216,7 @@ def test_states_are_the_formula_s_to_the_byte(stage: int):
     [results] = on_ranks([(measured_run(*MODELS["even"]), deepspeed(stage))], 2)
     values, _, _, parameters = results[0].extra
     formula = bytes_by_kind(stage, 2)
-    for kind in ("parameters", "optimizer"):
+    for kind in ("parameters", "gradients", "optimizer"):
         assert values[f"parallel/memory_{kind}_formula"] == float(parameters * formula[kind])
         for rank in range(2):
             held = values[f"parallel/memory_{kind}/rank_{rank}"]

@@ -97,10 +97,10 @@ def test_a_rank_reads_its_share(
     on_ranks([(run(2, saves(folder), make=Wide), zero(2, state_dict_type="sharded"))], 2, timeout=110.0)
     jobs: list[Any] = [(run(4, reads(folder), folder, Wide), zero(stage, engine=engine)) for stage in STAGES[engine]]
     parameters = [p.numel() for p in Wide().parameters()]
-    weights = 4 * sum(parameters) / (ranks if engine == "fsdp2" else 1)
-    share = weights + 8 * sum(parameters) / ranks
     before = [0] * ranks
-    for results in on_ranks(jobs, ranks, timeout=110.0):
+    for stage, results in zip(STAGES[engine], on_ranks(jobs, ranks, timeout=110.0), strict=True):
+        divided = engine == "fsdp2" or stage == 3
+        share = (4 / (ranks if divided else 1) + 8 / ranks) * sum(parameters)
         assert_like(results, uninterrupted, slice(2, None))
         counts = [result.extra - earlier for result, earlier in zip(results, before, strict=True)]
         before = [result.extra for result in results]
