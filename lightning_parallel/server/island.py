@@ -89,6 +89,11 @@ class Island:
                 parameter.grad.copy_(average.view_as(parameter))
         return mean_loss.reshape(loss.shape)
 
+    def meet(self) -> None:
+        """Wait for all members."""
+        with self._together():
+            self._host.allreduce([torch.zeros(1)]).wait()
+
     def tell(self, vector: Tensor) -> Tensor:
         """Give all members the first one's vector, on the host."""
         with self._together():

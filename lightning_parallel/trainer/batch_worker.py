@@ -145,7 +145,7 @@ class BatchWorker(ServerWorker):
 
     def _step(self, closure: Callable[[], Any]) -> Any:
         last = 0 if self.coordinator is None else self.coordinator.last_batch
-        own = (count_rows(self.batch), last)
+        own = (rows_of(self.batch), last)
         everyone = self.line.step(move_data_to_device(self.batch, "cpu"), self.come_to(), own)
         rows, ranks, last = {rank: count for rank, (count, _) in everyone.items()}, list(everyone), everyone[0][1]
         self.helping.helper.prefers = ranks.index(self._rank)
@@ -200,6 +200,21 @@ class BatchWorker(ServerWorker):
             self.coordinator.close(failed)
         self.helping.close()
         super().close(failed)
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch.
+
+    Raises:
+        ValueError: it has no tensor with a first dimension.
+    """
+    try:
+        return count_rows(batch)
+    except ValueError:
+        raise ValueError(
+            f'consistency="sandblaster" weighs a portion by its rows, and a batch of type {type(batch).__name__} has no'
+            " tensor with a first dimension to count them by. Give the batch one tensor with one entry a row."
+        ) from None
 
 
 def refuse_steps(trainer: Trainer, name: str) -> None:

@@ -17,14 +17,11 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Far, Hosting, host
-from lightning_parallel.server.island import IslandLostError
 from lightning_parallel.server.transport.sealed import AnyConnection
-from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.trainer.excuses import excuse
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.line import ROWS, STEP
 from lightning_parallel.trainer.meeting import Meeting
@@ -122,7 +119,7 @@ class Hub:
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
-        elif kind is False and 0 not in self._island(rank) and (why := self._excused(rest[0])):
+        elif kind is False and 0 not in self._island(rank) and (why := excuse(rest[0], self._lease)):
             self._leave_behind(line, rank, why)
         elif kind is False:
             self._end(line, rank)
@@ -166,16 +163,6 @@ class Hub:
             for mate in self._island(rank):
                 self._same[mate].append(self.deals.more(mate))
         return self._same[rank].popleft()
-
-    def _excused(self, failure: bytes) -> str:
-        """Why the others go on without a worker that says it failed; empty if they do not."""
-        error = Failure.from_bytes(failure).error
-        errors = (error, getattr(error, "__cause__", None))
-        if any(isinstance(one, LeaseLostError) for one in errors):
-            return f"it was silent for longer than its lease{self._lease}"
-        if any(isinstance(one, SIGTERMException) for one in errors):
-            return "it was told to end, by SIGTERM"
-        return "its island has lost a member" if any(isinstance(one, IslandLostError) for one in errors) else ""
 
     def _settle(self, rank: int, acknowledged: int) -> None:
         """A worker that died has left the servers: deal what it leaves; another may take its place."""

@@ -25,7 +25,7 @@ from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.updates import AddDelta, Update
 from lightning_parallel.trainer.batch_worker import BatchWorker, Coordinator
-from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker, refuse_parameters
+from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker
 from lightning_parallel.trainer.versions import Versions
 
 _RANGES_A_SERVER = 4  # so that consistent hashing spreads them
@@ -163,11 +163,14 @@ class Plan:
         if self.is_together:
             return self._join_together(job, rank, versions, timeout, era)
         session: Session | Follower
+        meet = None if island is None else island.meet
         if island is None or island.leads:
             session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
         else:
             session, island = Follower(island, self.table.layout.size), None
-        return ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions, era, island)
+        worker = ServerWorker(session, self.table, self.optimizer, self._rates(), pace, rank, versions, era, island)
+        worker.together = meet or worker.together
+        return worker
 
     def _join_together(self, job: Job, rank: int, versions: Versions, timeout: float, era: int) -> BatchWorker:
         session = job.join(f"worker {rank}", None, timeout).start()
@@ -189,3 +192,16 @@ class Plan:
         named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         state = module.state_dict()
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and id(named.get(k)) not in held}
+
+
+def refuse_parameters(groups: Sequence[Sequence[Tensor]], name: str) -> None:
+    """Raise for parameters that a table of float32 numbers cannot hold.
+
+    Raises:
+        ValueError: a parameter is of 64 bits, or complex.
+    """
+    for parameter in (parameter for group in groups for parameter in group):
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} got a parameter of {parameter.dtype}, but the servers hold float32. Use module.float()."
+            )

@@ -11,7 +11,7 @@ nobody who still has rows waits for it, and all go on from one clock. Left out: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ class ServerWorker:
         self._held = Held(optimizer, may_freeze=rates is None)
         self.era, self._steps, self._island = era, 0, island
         self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
+        self.together: Callable[[], None] = lambda: None  # waits for the members of an island
         self._strayed = False  # whether steps were made here since the last read
         self._accrued: Tensor | None = None
         self._read: tuple[Result, int, float] | None = None  # the last read, at which clock, how long it took
@@ -207,6 +208,8 @@ class ServerWorker:
     def pause(self) -> None:
         """Before waiting for all others: send what is left, and be ahead of everybody, with all replicas."""
         if self._accrued is not None:
+            self.before_push(self.session.client.worker or 0, self.session.client.seq + 1)
+            self.together()  # what a push holds is told by all members of an island before one of them makes it
             self._push(True)
         client = self.session.client
         self.era += 1
@@ -235,16 +238,3 @@ class replaced:
         del self._optimizer.step
         if self._before is not None:  # a scheduler's, which counts steps
             self._optimizer.step = self._before  # type: ignore[method-assign]
-
-
-def refuse_parameters(groups: Sequence[Sequence[Tensor]], name: str) -> None:
-    """Raise for parameters that a table of float32 numbers cannot hold.
-
-    Raises:
-        ValueError: a parameter is of 64 bits, or complex.
-    """
-    for parameter in (parameter for group in groups for parameter in group):
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{name} got a parameter of {parameter.dtype}, but the servers hold float32. Use module.float()."
-            )

@@ -1,0 +1,243 @@
+"""How a worker's run with servers begins and ends: it finds the hub, has servers started, joins them, leaves.
+
+The one idea: no default process group, since with one Lightning waits for rank 0 before every batch; the hub is where
+workers meet, and where servers are asked for. Left out: steps (``server_steps.py``), checkpoints
+(``server_states.py``).
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_parallel.server.consistency import Sandblaster
+from lightning_parallel.server.island import Island
+from lightning_parallel.server.job import Job
+from lightning_parallel.server.names import gap_bound
+from lightning_parallel.strategies.meeting import MeetingStrategy
+from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
+from lightning_parallel.trainer.dealt_rows import DealtRows
+from lightning_parallel.trainer.evaluation_rows import EvaluationRows
+from lightning_parallel.trainer.external_hub import ExternalHub
+from lightning_parallel.trainer.far_servers import Placement, start_servers
+from lightning_parallel.trainer.hosts import Hosts, watch
+from lightning_parallel.trainer.hub import SERVE
+from lightning_parallel.trainer.left_behind import take_up
+from lightning_parallel.trainer.line import JOIN, first_of
+from lightning_parallel.trainer.new_worker import load_state, state_of
+from lightning_parallel.trainer.server_plan import Plan, Wishes
+from lightning_parallel.trainer.server_worker import ServerWorker
+from lightning_parallel.trainer.shared_values import (
+    Gather,
+    connect_metrics,
+)
+from lightning_parallel.trainer.shown_values import read_when_shown
+from lightning_parallel.trainer.versions import Versions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import ClusterEnvironment
+
+
+class ServerLife(MeetingStrategy):
+    """A strategy whose ranks take part in a job of servers."""
+
+    wishes: Wishes
+    restarts: int
+    island_size: int
+    server_nodes: int | None
+    island: Island | None = None
+    worker: ServerWorker | None = None
+    rows: DealtRows | None = None
+    evaluations: EvaluationRows | None = None
+    versions: Versions | None = None
+    _external: ExternalHub | None = None
+    _plan: Plan | None = None
+    _job: Job | None = None
+    _hosts: Hosts | None = None
+    _left_behind: Sequence[dict[str, Any]] = ()  # by the workers of a checkpoint
+    _undo: Callable[[], None] | None = None
+
+    @property
+    def num_islands(self) -> int:
+        """Workers that the servers see."""
+        return self.world_size // self.island_size
+
+    @property
+    def placement(self) -> Placement:
+        """Which server is on which host."""
+        return Placement(self.wishes.num_servers, min(self.server_nodes or self.num_nodes, self.num_nodes))
+
+    def setup_environment(self) -> None:
+        if self.num_nodes > 1 and self._line is not None:
+            raise ValueError(
+                f"{type(self).__name__}(start_method={self.start_method!r}) starts workers of one host, got"
+                f' num_nodes={self.num_nodes}. Use torchrun or SLURM, or start_method="popen".'
+            )
+        if self.num_processes % self.island_size:
+            raise ValueError(
+                f"{type(self).__name__}(island_size={self.island_size}) got {self.num_processes} devices, which are no"
+                f" whole number of islands. Use a multiple of {self.island_size}."
+            )
+        ParallelStrategy.setup_environment(self)
+        self.set_world_ranks()
+        if self._line is None:
+            assert self.cluster_environment is not None
+            if self._external is not None:
+                self._external.close()
+            self._external = self._external_hub(self.cluster_environment)
+            self._line = self._external.line
+        self.watch = cast(Any, self._line)
+        launcher = cast(Any, self.launcher)
+        if hasattr(launcher, "joined"):
+            launcher.joined(self.watch)
+
+    def _external_hub(self, environment: ClusterEnvironment) -> ExternalHub:
+        rank, world, port = self.global_rank, self.world_size, environment.main_port
+        if self.num_nodes > 1:
+            self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
+        near, placement = self.node_rank == 0, self.placement
+        hub = ExternalHub(
+            rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near,
+            num_far=len(placement.far), restarts=self.restarts,
+        )  # fmt: skip
+        if self._hosts is not None and not near and self.local_rank == 0 and not hub.line.is_new:
+            start_servers(self._hosts, self.node_rank, placement.on(self.node_rank))
+        return hub
+
+    def setup(self, trainer: Trainer) -> None:
+        ParallelStrategy.setup(self, trainer)
+        assert self._line is not None
+        together = isinstance(self.wishes.consistency, Sandblaster)
+        if together:
+            refuse_steps(trainer, type(self).__name__)
+        self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)
+        self.evaluations = EvaluationRows(trainer, self._line, self._meet)
+        if self._line.is_new:
+            trainer.num_sanity_val_steps = 0  # it has no weights yet
+        self._read_shown = read_when_shown(trainer)
+        self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
+
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all workers that are still there; at the start of a fit, start the servers."""
+        if self._line is None:
+            if self._external is not None:  # `trainer.save_checkpoint` after the run
+                self._external.line.meet(f"barrier {name or ''}".rstrip())
+            return
+        self._meet(f"barrier {name or ''}".rstrip())
+        if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
+            self._start()
+
+    def _start(self) -> None:
+        """Have servers started with rank 0's weights and optimizer state, and join them."""
+        assert self._line is not None
+        module, line = self._module, self._line
+        plan = self._plan = Plan(self.wishes, self.optimizers, self.num_islands, type(self).__name__)
+        if line.is_new:
+            return  # until it is let in
+        begins = plan.beginning() if self.global_rank == 0 else None
+        self._job = pickle.loads(first_of(line.meet_raw(SERVE, begins), self.global_rank))
+        if self._hosts is not None:
+            self._job = self._hosts.place(self._job, line.connection)
+        if self.island_size > 1:
+            self.island = self._found_island()
+        worker = self._take_part()
+        rest = {name: value.cpu() for name, value in plan.not_held(module).items()} if self.global_rank == 0 else None
+        module.load_state_dict(first_of(line.meet("what servers do not hold", rest), 0), strict=False)
+        worker.pull()
+        worker.session.await_replicas()
+        self.worker = worker
+
+    def _take_part(self, era: int = 0) -> ServerWorker:
+        assert self._line is not None and self._plan is not None and self._job is not None
+        line, bound = self._line, gap_bound(self.wishes.consistency)
+        self.versions = Versions(self.num_islands, bound, lambda since: line.ask("order", since), self.everyone)
+        worker = self._plan.join(
+            self._job, self.global_rank, self.versions, self.timeout.total_seconds(), era, self.island
+        )
+        if self.rows is not None:
+            worker.before_push = self.rows.note
+        if isinstance(worker, BatchWorker):
+            worker.line = line
+            worker.come_to = self.rows.come_to if self.rows is not None else worker.come_to
+        if self._hosts is not None:
+            client = worker.session.client
+            watch(line.connection, lambda: setattr(client, "lost", True))  # its reads wait for nothing any more
+        filters = worker.session.client.filters
+        if filters is not None and self._left_behind and not line.is_new:
+            own = self.global_rank // self.island_size
+            take_up(filters, self._plan.table, self._left_behind, own, self.num_islands, self.wishes.scale)
+        return worker
+
+    def _found_island(self) -> Island:
+        """Meet the other members of this worker's island, by a file that its first member names."""
+        assert self._line is not None
+        first, place = self.global_rank - self.global_rank % self.island_size, self.global_rank % self.island_size
+        path = tempfile.mkdtemp(prefix="island-") + "/store" if not place else None
+        path = self._line.meet("the islands", path)[first]
+        island = Island(path, place, self.island_size, self.root_device, self.timeout)
+        self._line.meet("the islands, connected")
+        if not place:
+            shutil.rmtree(Path(path).parent)
+        return island
+
+    def _welcome(self) -> int:
+        """Let new workers in, or be one; the epoch that begins. All go on from one clock."""
+        assert self._line is not None and self._plan is not None
+        trainer, rest = self._module.trainer, self._plan.not_held(self._module)
+        state = None
+        if self.global_rank == 0 and self.worker is not None:
+            assert self._job is not None
+            state = (replace(self._job, keys=None), self.worker.era + 1, state_of(trainer, rest))
+        job, era, state = first_of(self._meet(JOIN, state), 0)
+        if self._line.is_new:
+            self._job = job if self._hosts is None else self._hosts.place(job, self._line.connection)
+            load_state(trainer, state)
+            worker = self._take_part(era)
+            self._line.is_new = False
+            worker.pull()
+            self.worker = worker
+        self._meet("the new workers' first read")
+        return trainer.current_epoch
+
+    def teardown(self) -> None:
+        failed = self.failed
+        if self.watch is not None and not failed:
+            self._keep_weights()
+            self._keep_optimizer()
+            self.barrier("teardown")
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        self._read_shown(failed)
+        try:
+            if self.worker is not None:
+                self.worker.close(failed)
+        finally:
+            self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
+            self.evaluations = None
+            if self._external is not None and failed:
+                self._external.close()
+                self._external = None
+        ParallelStrategy.teardown(self)
+
+    def _keep_optimizer(self) -> None:
+        """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""
+        if self.worker is not None:
+            optimizer = self.worker.optimizer
+            optimizer.load_state_dict(self.optimizer_state(optimizer))
+
+    def _step_aside(self) -> None:
+        if self.worker is not None:
+            self.worker.pause()
