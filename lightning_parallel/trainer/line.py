@@ -72,6 +72,10 @@ class Line:
         """Tell how far this worker comes with a push, under which number servers know it; waits for nothing."""
         self._say("note", number, seq, part, batches)
 
+    def stuck(self, wait: int) -> None:
+        """Tell that the members of this worker's island are waited for, long since; waits for nothing."""
+        self._say("stuck", wait)
+
     def check(self) -> None:
         """Raise if the run has failed; waits for nothing.
 
