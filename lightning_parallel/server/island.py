@@ -24,6 +24,8 @@ from torch import Tensor
 from lightning_parallel.server.reading import Result
 from lightning_parallel.server.table import refuse_sparse
 
+SAY_EVERY = timedelta(seconds=5)
+
 
 class IslandLostError(RuntimeError):
     """A member of this worker's island is gone, and the others cannot go on without it."""
@@ -38,10 +40,19 @@ class Island:
         size: how many they are.
         device: where gradients are.
         timeout: how long a member may be waited for.
+        stuck: told the number of a wait for the others while it takes long; not where gradients are on GPUs.
     """
 
-    def __init__(self, path: str, place: int, size: int, device: torch.device, timeout: timedelta) -> None:
-        self.place, self.size = place, size
+    def __init__(
+        self,
+        path: str,
+        place: int,
+        size: int,
+        device: torch.device,
+        timeout: timedelta,
+        stuck: Callable[[int], None] = lambda wait: None,
+    ) -> None:
+        self.place, self.size, self._stuck, self._waits = place, size, stuck, 0
         store = dist.FileStore(path, size)
         with self._together():
             self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), place, size, timeout)
@@ -80,7 +91,7 @@ class Island:
         summands = (part.detach().to(flags).reshape(-1) / self.size for part in (loss, *parts))
         flat = torch.cat([flags, *summands])
         with self._together():
-            self._device.allreduce([flat]).wait()
+            self._end(self._device.allreduce([flat]))
         there, mean_loss, *means = flat.split([len(parameters), 1, *(part.numel() for part in parts)])
         for parameter, has, average in zip(parameters, there.tolist(), means, strict=True):
             if has and parameter.grad is None:
@@ -97,8 +108,19 @@ class Island:
     def tell(self, vector: Tensor) -> Tensor:
         """Give all members the first one's vector, on the host."""
         with self._together():
-            self._host.broadcast(vector, 0).wait()
+            self._end(self._host.broadcast(vector, 0))
         return vector
+
+    def _end(self, work: Any) -> None:
+        """Wait for what members do together; the host's waits are told of, since a member may be elsewhere."""
+        self._waits += 1
+        while self._device is self._host and not work.is_completed():
+            try:
+                work.wait(SAY_EVERY)
+            except RuntimeError:
+                if not work.is_completed():
+                    self._stuck(self._waits)
+        work.wait()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -186,7 +186,7 @@ class ServerLife(MeetingStrategy):
         first, place = self.global_rank - self.global_rank % self.island_size, self.global_rank % self.island_size
         path = tempfile.mkdtemp(prefix="island-") + "/store" if not place else None
         path = self._line.meet("the islands", path)[first]
-        island = Island(path, place, self.island_size, self.root_device, self.timeout)
+        island = Island(path, place, self.island_size, self.root_device, self.timeout, self._line.stuck)
         self._line.meet("the islands, connected")
         if not place:
             shutil.rmtree(Path(path).parent)

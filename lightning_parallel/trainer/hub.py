@@ -119,6 +119,8 @@ class Hub:
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
+        elif kind == "stuck":
+            self._tell("Members of an island", self.meeting.circle_in_island(rank, rest[0], self._island(rank)))
         elif kind is False and 0 not in self._island(rank) and (why := excuse(rest[0], self._lease)):
             self._leave_behind(line, rank, why)
         elif kind is False:
@@ -197,8 +199,12 @@ class Hub:
     def _met(self, values: dict[int, Any] | None) -> None:
         if values is not None:
             self._answer(values, self.meeting.met)
-        elif (circle := self.meeting.circle()) is not None:
-            text = f"All workers wait, but not for the same: {circle}. Every rank has to reach the same calls."
+        else:
+            self._tell("All workers", self.meeting.circle())
+
+    def _tell(self, who: str, circle: str | None) -> None:
+        if circle is not None:
+            text = f"{who} wait, but not for the same: {circle}. Every rank has to reach the same calls."
             self.fail(Failure(None, headline=text).to_bytes())
 
     def _answer(self, values: dict[int, Any], what: str) -> None:

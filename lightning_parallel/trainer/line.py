@@ -114,6 +114,10 @@ class Line:
         """Tell that the others could go on without any rank but the first, though there are no servers."""
         self._say("may lose")
 
+    def stuck(self, wait: int) -> None:
+        """Tell that the members of this worker's island are waited for, long since; waits for nothing."""
+        self._say("stuck", wait)
+
     def check(self) -> None:
         """Raise if the run has failed; waits for nothing.
 

@@ -7,10 +7,14 @@ the dead are not waited for by those who have ended their epoch otherwise. Left 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_parallel.trainer.line import JOIN, ROWS
+
+SURE_S = 4.0  # what a member of an island joined before it came here has long ended then
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Meeting:
     coming: set[int] = field(default_factory=set)  # are to be let in
     met: str = ""
     come: dict[int, Any] = field(default_factory=dict)  # of those, who is there; their values
+    _stuck: dict[int, tuple[int, float]] = field(default_factory=dict)  # in which wait, and since when a mate is here
 
     def arrive(self, rank: int, what: str, value: Any) -> dict[int, Any] | None:
         """A rank waits; the values of all, if it was the last of them."""
@@ -77,3 +82,21 @@ class Meeting:
         if self.waiting.keys() != self.present or len({what for what, _ in self.waiting.values()}) < 2:
             return None
         return "; ".join(f"rank {rank} waits for {self.waiting[rank][0]}" for rank in sorted(self.waiting))
+
+    def circle_in_island(self, rank: int, wait: int, island: Iterable[int]) -> str | None:
+        """What members of an island wait for, where one waits for another that will not come, and has for a while.
+
+        Args:
+            rank: waits for its island's other members.
+            wait: the how many-th time; it says so again and again.
+            island: the ranks of its island.
+        """
+        here = [mate for mate in island if mate in self.waiting]
+        since = self._stuck.get(rank, (None, 0.0))
+        if not here or since[0] != wait:
+            self._stuck[rank] = (wait if here else -1, time.monotonic())
+            return None
+        if time.monotonic() - since[1] < SURE_S:
+            return None
+        others = "; ".join(f"rank {mate} waits for {self.waiting[mate][0]}" for mate in here)
+        return f"rank {rank} is in a step, which its island makes together (all members need as many); {others}"

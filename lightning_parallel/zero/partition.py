@@ -202,7 +202,8 @@ class Partition:
 
     def share_buffers(self) -> None:
         """All ranks get the first one's buffers, as DistributedDataParallel does before a forward."""
-        broadcast_together(list(self.module.buffers()), self._group, self.source)
+        with self.waiting("the other ranks, to have one's buffers"):
+            broadcast_together(list(self.module.buffers()), self._group, self.source)
 
     def refresh(self) -> None:
         """The module's parameters were written to."""

@@ -1,6 +1,7 @@
 """ZeRO inside the data axis of a pipeline: what steps may do there, and what is refused in words."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lightning.pytorch import callbacks as of_lightning
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline.phantom import ForeignParameter
-from lightning_parallel.strategies import HybridStrategy
+from lightning_parallel.strategies import HybridStrategy, ZeROStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.modules import Classifier, row_loader
@@ -219,17 +220,30 @@ def test_every_factorization_of_four_ranks_is_one_process(schedule: str, data: i
 class Alone(Classifier):
     """Rank 0 waits for the others, which are in the next epoch."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))  # ZeRO's ranks have one's before every step
+
     def on_train_epoch_end(self) -> None:
         if self.global_rank == 0:
             self.log("alone", 1.0, sync_dist=True)
 
 
-def test_copies_that_wait_for_different_things_are_told_also_at_the_start_of_an_epoch():
+WAITS = {
+    "copies": (partial(HybridStrategy, data_parallel_size=2, zero_stage=3), "where an epoch or an evaluation begins"),
+    "ZeRO": (partial(ZeROStrategy, stage=1), "to have one's buffers"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_ranks_that_wait_for_different_things_are_told_also_at_the_start_of_an_epoch(name: str):
+    make, waits_for = WAITS[name]
+
     def run(rank: int, port: int) -> None:
         join_as_torchrun(rank, 2, port)
         options = {"max_epochs": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
         case = Case(Alone, lambda: row_loader((4,) * 2), trainer=options)
-        fit(case, HybridStrategy(data_parallel_size=2, zero_stage=3, patience=QUICK), 2)
+        fit(case, make(patience=QUICK), 2)
 
-    with pytest.raises(StageError, match=r"rank 1\): the other ranks, where an epoch or an evaluation begins"):
+    with pytest.raises(StageError, match=rf"rank 1\)?: the other ranks, {waits_for}"):
         run_ranks(run, 2, free_port(), group=False, timeout=30.0)
