@@ -93,7 +93,7 @@ def _named(tree: Any) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        fields = tree._asdict()
+        fields = dict(zip(tree._fields, tree, strict=True))
     for name, value in fields.items():
         yield str(name), value
         yield from _named(value)
