@@ -13,7 +13,6 @@ from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.loads import Loads, even_loads
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.schedules.placement import straight
 from lightning_parallel.pipeline.simulator import Timeline, peak_activations, simulate
 from lightning_parallel.pipeline.splits import merge_useless_splits
 
@@ -32,6 +31,7 @@ CANDIDATES = (
     "zb_auto",
     "interleaved_zb",
     "zb_v",
+    "zb_v_auto",
     "v_half",
     "v_min",
     "dualpipe_v",
@@ -153,10 +153,11 @@ def _candidate(
 
 
 def _make(name: str, num_ranks: int, num_microbatches: int, loads: Loads, room: float | None) -> Schedule:
-    """Generators that look at times and memory are told them: those of one stage a rank, the memory of the largest."""
+    """Generators that look at times and memory are told them: those of their stages, the memory of the largest."""
+    plain = schedules.make(name, num_ranks, num_microbatches)
     if "costs" not in schedules.spec.options_of(schedules.find(name)[0]):
-        return schedules.make(name, num_ranks, num_microbatches)
-    load = loads(straight(num_ranks))
+        return plain
+    load = loads(plain.placement)
     options: dict[str, object] = {"costs": load.costs, "weight_share": load.largest_share}
     if name == "zb_auto" and room is not None:
         options["limit"] = max(1.0, room / load.largest) if load.largest else num_microbatches

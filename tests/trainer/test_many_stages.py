@@ -48,7 +48,7 @@ def test_parity_of_whole_and_of_split_backwards(placement: list[list[int]]):
 
 NAMED = (
     "dapple:policy=2", "interleaved_1f1b", "interleaved_1f1b:v=3", "looped_bfs", "zb_h1", "zb_h2", "zb_1p", "zb_2p",
-    "zb_auto:limit=1.5", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v",
+    "zb_auto:limit=1.5", "interleaved_zb", "zb_v", "zb_v_auto", "v_half", "v_min", "dualpipe_v",
 )  # fmt: skip
 
 

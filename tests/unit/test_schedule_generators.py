@@ -15,6 +15,7 @@ WITH_OPTIONS = [
     "dapple:limit=2",
     "zb_auto:limit=1.5",
     "zb_auto:limit=3",
+    "zb_v_auto:limit=6,weight_share=0.5",
     "terapipe:slices=1",
     "interleaved_1f1b:v=1",
     "interleaved_1f1b:v=3",
@@ -58,6 +59,7 @@ RECEIVES = {
     "zb_h2": 2,
     "interleaved_zb": 7,
     "zb_v": 9,
+    "zb_v_auto": 9,
     "chimera:doubling=true": 2,
     "dualpipe": 2,
     "dualpipe_v": 7,
@@ -80,6 +82,18 @@ def test_automatic_ones_are_made_for_imbalanced_stages():
         fitted = simulate(make(name, 4, 12, costs=costs), costs)
         assert fitted.span <= simulate(make(name, 4, 12), costs).span + 1e-9
         assert fitted.span < simulate(make("zb_h1", 4, 12), costs).span
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_v_for_given_times_keeps_its_limit_and_is_no_slower_than_that_for_equal_times(share):
+    costs = Costs([1.0] * 4 + [2.0] * 4, [1.5] * 8, [1.0] * 7 + [2.5], communication=0.2)
+    for num_microbatches in (1, 3, 4, 8, 13):
+        fitted = make("zb_v_auto", 4, num_microbatches, costs=costs, weight_share=share)
+        assert max(peak_activations(fitted, share)) <= 4 + 1e-6
+        plain = make("zb_v_auto", 4, num_microbatches, weight_share=share)
+        assert simulate(fitted, costs).span <= simulate(plain, costs).span + 1e-9
+        roomy = make("zb_v_auto", 4, num_microbatches, costs=costs, weight_share=share, limit=6)
+        assert max(peak_activations(roomy, share)) <= 6 + 1e-6
 
 
 @pytest.mark.parametrize("name", RECEIVES)
@@ -148,6 +162,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ("chimera:pairs=3", 4, 8, r"Schedule 'chimera:pairs=3' got pairs=3 on 4 ranks\. Use a divisor of 2\."),
         ("chimera:pairs=2,doubling=true", 4, 8, r"got pairs=2 with doubling\. Their slots meet: use pairs=1\."),
         ("zb_auto:limit=0.5", 4, 8, r"got limit=0\.5\. A rank holds at least 1 micro-batch\."),
+        ("zb_v_auto:limit=3", 4, 8, r"got limit=3\. A rank holds at least 4 here\."),
         ("zb_1p:weight_share=2", 4, 8, r"got weight_share=2\. It is above 0 and at most 1\."),
         ("dapple:policy=3", 4, 8, r"got policy=3\. Use 1 or 2\."),
         ("terapipe:slices=0", 4, 8, r"got slices=0\. Use 1 or more\."),

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import spec
 from lightning_parallel.pipeline.schedules.automatic import zb_1p, zb_2p, zb_auto
+from lightning_parallel.pipeline.schedules.automatic_v import zb_v_auto
 from lightning_parallel.pipeline.schedules.bidirectional import chimera, gems
 from lightning_parallel.pipeline.schedules.controllable_memory import v_half, v_min
 from lightning_parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, spec.Generator] = {
     "zb_auto": zb_auto,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "zb_v_auto": zb_v_auto,
     "v_half": v_half,
     "v_min": v_min,
     "gems": gems,

@@ -108,10 +108,10 @@ def _automatic(
         for choices in product((True, False), repeat=3)
     ]
     made = (Schedule(name, rows, straight(num_ranks), num_microbatches) for rows in dict.fromkeys(orders))
-    return min(made, key=lambda schedule: _spans(schedule, costs))
+    return min(made, key=lambda schedule: spans(schedule, costs))
 
 
-def _spans(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+def spans(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     """The longest span of a rank, then of all ranks together; equal ones are the same to nine digits."""
     timeline = simulate(schedule, costs)
     longest = max(bubble.span_seconds(timeline.rows))

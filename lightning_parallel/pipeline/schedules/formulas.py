@@ -107,6 +107,14 @@ TABLE: dict[str, Formula] = {
         holds=lambda n: n["M"] >= 2 * n["D"] - 1,
         condition="M >= 2D-1",
     ),
+    "zb_v_auto": Formula(
+        "(D-1)/(6M+D-1)",
+        lambda n: (n["D"] - 1, 6 * n["M"]),
+        lambda r, n: n["D"],
+        span="none",
+        holds=lambda n: n["M"] >= n["D"] and n["weight_share"] == 1 and not n["limit"],
+        condition="M >= D",
+    ),
     "gems": Formula(
         "1 - 3M/(M(2D+1)+D-1)",
         lambda n: (2 * n["M"] * (n["D"] - 1) + n["D"] - 1, 3 * n["M"]),

@@ -305,7 +305,7 @@ STRATEGIES = (
         Entry(f"pipeline_{name}", 2, **PIPELINE, core=True, slow=True)
         for name in (
             "dapple", "looped_bfs", "zb_h1", "zb_h2", "zb_1p", "zb_2p", "zb_auto", "interleaved_zb", "v_half", "v_min",
-            "dualpipe_v",
+            "zb_v_auto", "dualpipe_v",
         )
     ),
 )  # fmt: skip
