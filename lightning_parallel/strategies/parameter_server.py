@@ -66,7 +66,8 @@ class ParameterServerStrategy(ServerStates):
         >>> trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy)  # doctest: +SKIP
 
     Source:
-        Ho et al., NIPS 2013 (SSP); Dean et al., NIPS 2012 (Downpour); Li et al., OSDI 2014 (servers, bounded delay).
+        Ho et al., NIPS 2013 (SSP); Dean et al., NIPS 2012 (Downpour, Sandblaster); Li et al., OSDI 2014 (servers,
+        bounded delay).
     """
 
     def __init__(

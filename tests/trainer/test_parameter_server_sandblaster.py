@@ -16,6 +16,7 @@ from tests.trainer.modules import chain, rows
 from tests.trainer.pipelines import make_trainer
 from tests.trainer.servers import OWN_ROWS, assert_equal, slow
 from tests.trainer.test_parameter_server import Dealt
+from tests.trainer.test_parameter_server_failures import Waits, killing_a_server
 
 pytestmark = pytest.mark.timeout(60)
 # One process makes the steps' arithmetic in 32 bits, the servers in 64, and every step of L-BFGS multiplies the
@@ -157,6 +158,22 @@ class Saves(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         trainer.save_checkpoint(self.path)
+
+
+class WaitsForADeath(Whole):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and not Waits.killed.is_set():
+            Waits.started.set()
+            assert Waits.killed.wait(20)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_a_step_is_not_missed():
+    """The vectors of L-BFGS are with its replicas too."""
+    with killing_a_server():
+        ours, _ = run(together(num_servers=3, replication=2, lease=3.0), 2, WaitsForADeath)
+    assert_equal(ours, reference([[0, 1]] * 4, workers=2), **CLOSE)
 
 
 def test_it_resumes_with_the_state_of_l_bfgs(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies import PipelineStrategy
 from tests.trainer.conformance.runs import Run, assert_as_in_one_process, run_scenarios
-from tests.trainer.conformance.strategies import STRATEGIES, Entry
+from tests.trainer.conformance.strategies import SERVERS, STRATEGIES, Entry
 from tests.trainer.modules import WIDTH, Classifier, row_loader
 
 
@@ -165,6 +165,16 @@ def test_refused_in_words_or_as_in_one_process(entry: Entry, scenario: Callable[
     with pytest.raises(Exception) as caught:
         run_scenarios([scenario], entry, tmp_path)
     assert words in f"{caught.value}\n{caught.value.__cause__}"
+
+
+@pytest.mark.slow
+def test_sandblaster_runs_the_optimizer_that_runs_its_closure_again(tmp_path):
+    """Ranks that others started, as torchrun does; both are given all rows, so a step's mean is one process's."""
+    options = {"consistency": "sandblaster", "lease": 30.0}
+    entry = Entry("parameter_server", 2, **{**SERVERS, "options": options, "refuses": {}})
+    outcomes = run_scenarios([optimizer_that_runs_its_closure_again], entry, tmp_path)
+    (found,) = outcomes.values()
+    assert_as_in_one_process(optimizer_that_runs_its_closure_again, found, tmp_path / "one")
 
 
 def test_the_table_is_whole():
