@@ -129,7 +129,7 @@ class Pipeline(SharedParameters):
         if self._divide is not None and self.data.size > 1 and self.tensor_size == 1 and self.num_replicas == 1:
             divided = make_in_parts(self.table, self.device, seed, partial(self._divide, self))
         materialize(self.model, self.device, seed)
-        load_noted(self.model)
+        load_noted(self.model, divided)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
         self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]

@@ -1,5 +1,6 @@
 """A stage that is built without memory is made and divided block by block: no rank ever holds it whole."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lightning_parallel.checkpoint import load_weights
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.phantom import ForeignParameter
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
-from tests.trainer.pipelines import one_process
+from tests.trainer.pipelines import Record, one_process
 
 BLOCKS = 8
 
@@ -47,6 +49,17 @@ class Late(LightningModule):
             self.counts.append(sum({storage._cdata: storage.nbytes() for storage in own}.values()))
 
 
+class Loaded(Late):
+    """Loads its weights where it builds its layers."""
+
+    path: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().configure_model()
+            load_weights(self, self.path)
+
+
 def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
     own = [(entry.name, p.nbytes) for entry, p in trainer.strategy.pipeline.own]
     return module.counts, sum(n for name, n in own if name.startswith("blocks.")), sum(n for _, n in own)
@@ -63,11 +76,25 @@ def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
 def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
     case = gpt_case().but(make=Late, at_end=counts)
     [records] = on_meshes([(case, mesh)])
+    assert_never_whole(records, mesh)
+    reference = one_process(case.but(initial=records[0].initial, at_end=None))
+    assert_one_process(records, reference, mesh)
+
+
+def test_nor_is_it_where_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = gpt(num_blocks=BLOCKS).state_dict()
+    torch.save(state, tmp_path / "weights.pt")
+    monkeypatch.setattr(Loaded, "path", tmp_path / "weights.pt")
+    mesh = Mesh(2, 1, 1, {"zero_stage": 3})
+    [records] = on_meshes([(gpt_case(max_steps=1).but(make=Loaded, at_end=counts), mesh)])
+    assert_never_whole(records, mesh)
+    assert all(torch.equal(records[0].initial[name], value) for name, value in state.items())
+
+
+def assert_never_whole(records: list[Record], mesh: Mesh) -> None:
     for record in records:
         seen, blocks, whole = record.extra
         held = BLOCKS // mesh.pipeline
         assert len(seen) == held
         for number, nbytes in enumerate(seen):  # a half of those before, one block, what lies outside, and padding
             assert nbytes <= (number / 2 + 1) * blocks / held + (whole - blocks) + 64 * (number + 1)
-    reference = one_process(case.but(initial=records[0].initial, at_end=None))
-    assert_one_process(records, reference, mesh)
