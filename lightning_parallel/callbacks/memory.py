@@ -35,11 +35,10 @@ class MemoryMonitor(Callback):
     (formula, padding, counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
 
     Activations are what autograd saves for backwards, without parameters, buffers and the batch. Parameters that stage
-    3 has gathered for a step or an action are in none of these (on a GPU in ``other``). Each piece of memory
-    counts once. What a recomputation under activation checkpointing keeps for the length of one backward does not
-    count, nor do temporaries within an operation: ``other`` is the batch on a CPU. On a GPU the sums are those of
-    PyTorch's allocator, and ``other`` is all that is not in the categories above: the batch, workspaces, temporaries,
-    values in transfer.
+    3 has gathered for a step or an action are in ``other``. Each piece of memory counts once. What recomputation under
+    activation checkpointing keeps for the length of one backward does not count, nor do temporaries within an
+    operation: ``other`` is the batch and what is gathered on a CPU. On a GPU the sums are those of PyTorch's allocator,
+    and ``other`` is all that is not in the categories above: the batch, workspaces, temporaries, values in transfer.
 
     A step is measured if it will be logged, and so is the last one that ``max_steps`` or ``max_epochs`` allow; it is
     logged when the training ends. Hooks on saved tensors and on gradients exist in these steps only, and on a GPU
@@ -79,7 +78,8 @@ class MemoryMonitor(Callback):
         self.reading = self._measured = None
         gathered = getattr(trainer.strategy, "gathered_parameters", tuple)
         allocator = allocator_of(device)
-        self._meter = MemoryMeter(pl_module, trainer.optimizers, device, allocator, self.activations, gathered)
+        watch = getattr(trainer.strategy, "watch_gathered", None)
+        self._meter = MemoryMeter(pl_module, trainer.optimizers, device, allocator, self.activations, gathered, watch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to measure, where the step will be logged or is the last."""

@@ -7,7 +7,7 @@ The one idea: `load_weights` may be called where the module is built. Where its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,24 +56,34 @@ def load_weights(module: nn.Module, path: str | Path, prefix: str = "", strict: 
         _load(module, wish)
 
 
-def has_noted(module: nn.Module) -> bool:
-    """Whether `load_weights` noted something."""
-    return bool(vars(module).get(_WISHES))
-
-
-def load_noted(module: nn.Module, part: Part = lambda name, value: value) -> None:
+def load_noted(
+    module: nn.Module, part: Part = lambda name, value: value, done: Collection[Tensor] = frozenset()
+) -> None:
     """Fulfil what `load_weights` noted, now that this rank's parameters have memory.
 
     Args:
         module: the LightningModule.
         part: this rank's part of the whole tensor of that name, if the module has no more of it.
+        done: those that have their weights.
     """
     for wish in vars(module).pop(_WISHES, []):
-        _load(module, wish, part)
+        _load(module, wish, part, lambda value: value not in done)
 
 
-def _load(module: nn.Module, wish: _Wish, part: Part = lambda name, value: value) -> None:
-    mine = {name: value for name, value in _tensors(module).items() if not isinstance(value, Phantom)}
+def load_noted_into(module: nn.Module, parameters: Collection[Tensor], part: Part = lambda name, value: value) -> None:
+    """Fulfil what `load_weights` noted for some of the module's parameters; `load_noted` does the rest."""
+    for wish in vars(module).get(_WISHES, []):
+        _load(module, wish, part, lambda value: value in parameters)
+
+
+def _load(
+    module: nn.Module,
+    wish: _Wish,
+    part: Part = lambda name, value: value,
+    wanted: Callable[[Tensor], bool] = lambda value: True,
+) -> None:
+    tensors = _tensors(module)
+    mine = {name: value for name, value in tensors.items() if not isinstance(value, Phantom) and wanted(value)}
     readers = _readers(wish.path)
     with torch.no_grad():
         for name, value in mine.items():

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.measure.storages import Key, key_of, storages_of
 from lightning_parallel.pipeline.phantom import Phantom
 
-MOVING = ("gradients", "activations")
+MOVING = ("gradients", "activations")  # and "gathered" where somebody tells of that
 
 
 class Ledger:
@@ -36,7 +36,7 @@ class Ledger:
         activations: whether to watch what autograd saves. ``torch.func.grad`` and its like do not run under its hooks.
 
     Attributes:
-        live: bytes of each kind now.
+        live: bytes of each kind now; what is gathered somebody else has to tell.
         peak: the most bytes of each kind at any moment.
         at_peak: bytes of each kind at the moment when their sum was largest.
     """
@@ -70,6 +70,11 @@ class Ledger:
             handle.remove()
         self._handles = []
         self._gradients = {}  # weak references that are gone call nobody
+
+    def note_gathered(self, nbytes: int) -> None:
+        """So many bytes of parameters that are divided otherwise were gathered, or freed where that is below 0."""
+        self.live.setdefault("gathered", 0)
+        self._add("gathered", nbytes)
 
     def note_gradients(self) -> None:
         """Count the gradients that are there and were not seen to be made."""
@@ -153,7 +158,7 @@ class Ledger:
 
     def _add(self, kind: str, nbytes: int) -> None:
         self.live[kind] += nbytes
-        self.peak[kind] = max(self.peak[kind], self.live[kind])
+        self.peak[kind] = max(self.peak.get(kind, 0), self.live[kind])
         if sum(self.live.values()) > sum(self.at_peak.values()):
             self.at_peak = dict(self.live)
 

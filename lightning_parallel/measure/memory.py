@@ -2,8 +2,8 @@
 
 The one idea: one table of bytes a rank, by category, at three times: at the step's end, each category at its own peak,
 and all of them at the moment when their sum was largest. Parameters, buffers and optimizer states are walked; gradients
-and activations are followed through the step by a ``Ledger``; ``other`` is the batch on a CPU, and on a GPU whatever
-else the allocator says is in use.
+and activations are followed through the step by a ``Ledger``; ``other`` is the batch and gathered parameters on a CPU,
+and on a GPU whatever else the allocator says is in use.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_parallel.pipeline import microbatch
 
 CATEGORIES = ("parameters", "buffers", "optimizer", "gradients", "activations", "other")
 Bytes = Mapping[str, int]
+Watch = Callable[[Callable[[int], None]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class MemoryMeter:
         allocator: asked for the totals; None leaves it at what is counted.
         activations: see ``Ledger``.
         gathered: gives what holds parameters for a while that are divided otherwise; it is no activation.
+        watch_gathered: has a function called with the bytes that come (or go, below 0) in these, until what it returns
+            is called. Asked where there is no allocator.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class MemoryMeter:
         allocator: Allocator | None = None,
         activations: bool = True,
         gathered: Callable[[], Iterable[Tensor]] = tuple,
+        watch_gathered: Watch | None = None,
     ) -> None:
-        self._gathered = gathered
+        self._gathered, self._watch_gathered = gathered, watch_gathered
+        self._unwatch: Callable[[], None] | None = None
         self.module, self.optimizers, self.device = module, optimizers, device
         self.allocator, self.activations = allocator, activations
         self._ledger: Ledger | None = None
@@ -116,6 +121,8 @@ class MemoryMeter:
         self._ledger = Ledger(self.module.parameters(), seen, self.device.type, self.activations)
         if self.allocator is not None:
             self.allocator.begin()
+        elif self._watch_gathered is not None:
+            self._unwatch = self._watch_gathered(self._ledger.note_gathered)
         self._ledger.__enter__()
 
     def end(self, batch: Any) -> RankMemory | None:
@@ -125,9 +132,9 @@ class MemoryMeter:
             return None
         ledger.note_gradients()  # those that were put in place of others
         after = self._standing(batch)[1]
-        current = after | ledger.live
-        at_peak = max(self._before | ledger.at_peak, current, key=lambda table: sum(table.values()))
-        peak = {kind: max(self._before[kind], after[kind]) for kind in after} | ledger.peak
+        current = _with_gathered(after | ledger.live)
+        at_peak = max(_with_gathered(self._before | ledger.at_peak), current, key=lambda table: sum(table.values()))
+        peak = _with_gathered({kind: max(self._before[kind], after[kind]) for kind in after} | ledger.peak)
         self.close()
         if self.allocator is not None:
             current, peak, at_peak = self._with_the_rest(current, peak, at_peak, *self.allocator.read())
@@ -142,6 +149,9 @@ class MemoryMeter:
     def close(self) -> None:
         """Take the hooks away."""
         ledger, self._ledger = self._ledger, None
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         if ledger is not None:
             ledger.__exit__(None, None, None)
 
@@ -166,6 +176,11 @@ class MemoryMeter:
         rest = [max(0, total - sum(t.values()) + t["other"]) for total, t in ((in_use, current), (most, at_peak))]
         other = {"other": rest[0]}, {"other": max(rest)}, {"other": rest[1]}
         return current | other[0], peak | other[1], at_peak | other[2]
+
+
+def _with_gathered(table: Bytes) -> dict[str, int]:
+    """What is gathered for a while is none of the states: it is among the rest, as where an allocator is asked."""
+    return {**table, "other": table["other"] + table.get("gathered", 0)}
 
 
 def _in_order(table: Bytes) -> dict[str, int]:

@@ -132,9 +132,10 @@ class Pipeline(SharedParameters):
         self._cuts = EarlyCuts(self._over_tensor, self.tensor)
         divided = set[nn.Parameter]()
         if self._divide is not None and self.data.size > 1 and self.num_replicas == 1:
-            divided = make_in_parts(self.table, self.device, seed, partial(self._divide, self), self._cuts.made)
+            divide, cuts = partial(self._divide, self), self._cuts.made
+            divided = make_in_parts(self.table, self.device, seed, divide, cuts, self._over_tensor.part)
         materialize(self.table, self.device, seed, made=self._cuts.made)
-        load_noted(self.model, self._over_tensor.part)
+        load_noted(self.model, self._over_tensor.part, divided)
         self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
         self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
         self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]

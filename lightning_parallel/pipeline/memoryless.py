@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.weights import has_noted
+from lightning_parallel.checkpoint.weights import Part, load_noted_into
 from lightning_parallel.pipeline.parameters import ParameterTable, prefixes
 from lightning_parallel.pipeline.phantom import ForeignParameter
 from lightning_parallel.pipeline.random_streams import mix
@@ -41,20 +41,27 @@ Made: TypeAlias = Callable[[str, nn.Parameter], None]
 
 
 def make_in_parts(
-    table: ParameterTable, device: torch.device, seed: int, divide: Callable[[Sequence[nn.Parameter]], None], made: Made
+    table: ParameterTable,
+    device: torch.device,
+    seed: int,
+    divide: Callable[[Sequence[nn.Parameter]], None],
+    made: Made,
+    part: Part,
 ) -> set[nn.Parameter]:
-    """Make blocks that have no memory yet, one after the other, and divide each before the next: what was divided.
+    """Make blocks that have no memory yet, load their weights if that was asked for, and divide each before the next is
+    made: what was divided.
 
     What lies outside of blocks is made first: its modules may initialise what is inside of them, which is then still to
     come.
     """
     divided: set[nn.Parameter] = set()
-    blocks = [] if has_noted(table.model) else parts(table)
+    blocks = parts(table)
     if blocks:
         materialize(table, device, seed, lambda name: not within(name, blocks), made)
     for block in blocks:
         materialize(table, device, seed, partial(within, modules=[block]), made)
         parameters = [p for p in table.model.get_submodule(block).parameters() if not p.is_meta]
+        load_noted_into(table.model, set(parameters), part)
         divide(parameters)
         divided.update(parameters)
     return divided

@@ -80,8 +80,8 @@ class GatheredSteps(DividedCheckpoints):
         return not self._evaluates
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """For hooks: inside, this rank's parameters are whole also in stage 3, where they read NaN between steps. All
-        ranks enter it; what is written inside is lost."""
+        """For hooks: inside, this rank's parameters are whole also in stage 3, where they cannot be read between steps.
+        All ranks enter it; what is written inside is lost."""
         return nullcontext() if self._states is None or self._released else self._states.windows.whole()
 
     def _compare_replicas(self, when: str) -> None:

@@ -29,6 +29,7 @@ from lightning_parallel.strategies.arguments import is_positive, refuse_argument
 from lightning_parallel.strategies.gathered_steps import GatheredSteps
 from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.partition import Options
 from lightning_parallel.zero.promise import ModelStates, undivided
 from lightning_parallel.zero.stage_states import StageStates
@@ -213,3 +214,10 @@ class DividedPipeline(GatheredSteps):
     def gathered_parameters(self) -> Sequence[Tensor]:
         """What holds whole parameters while stage 3 has gathered them, for callbacks that count memory."""
         return () if self._states is None else self._states.gathered()
+
+    def watch_gathered(self, note: Callable[[int], None]) -> Callable[[], None]:
+        """Have `note` called with the bytes of parameters that are gathered, and freed (below 0), until what it returns
+        is called; for callbacks that count memory."""
+        GatheredBucket.watchers.append(note)
+        note(sum(flat.untyped_storage().nbytes() for flat in self.gathered_parameters()))
+        return partial(GatheredBucket.watchers.remove, note)

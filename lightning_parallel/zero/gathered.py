@@ -10,8 +10,8 @@ FullyShardedDataParallel does it (Zhao et al., arXiv 2304.11277, section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ class GatheredBucket(Bucket):
     Attributes:
         is_open: whether the parameters have memory; `arrive` says when they are whole.
         names: of the parameters, for messages.
+        watchers: called with the bytes that any bucket of this process takes, or gives back (below 0).
     """
+
+    watchers: ClassVar[list[Callable[[int], None]]] = []
 
     is_open = True
     names: Sequence[str] = ()
@@ -52,6 +55,7 @@ class GatheredBucket(Bucket):
             return
         self.is_open = True
         self.flat.untyped_storage().resize_(self.flat.nbytes)
+        self._tell(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
             reopen(parameter)
             parameter.data = view
@@ -75,6 +79,11 @@ class GatheredBucket(Bucket):
                 parameter.data = self._closed.as_strided(parameter.shape, [0] * parameter.dim(), place)
                 close(parameter, kept)
             self.flat.untyped_storage().resize_(0)
+            self._tell(-self.flat.nbytes)
+
+    def _tell(self, nbytes: int) -> None:
+        for watcher in self.watchers:
+            watcher(nbytes)
 
     def gather(self, traffic: Traffic) -> Any:
         """After an update: whole parameters are brought up to date, closed ones when they are opened."""

@@ -1,6 +1,7 @@
 """A stage that is built without memory is made and divided block by block: no rank ever holds it whole."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,17 @@ class LateMeta(LateSGD):
             super().configure_model()
 
 
+class Loaded(Late):
+    """Loads its weights where it builds its layers."""
+
+    path: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().configure_model()
+            load_weights(self, self.path)
+
+
 def counts(trainer: Trainer, module: Late) -> tuple[list[int], int, int]:
     own = [(entry.name, p.nbytes) for entry, p in trainer.strategy.pipeline.own]
     return module.counts, sum(n for name, n in own if name.startswith("blocks.")), sum(n for _, n in own)
@@ -94,6 +106,24 @@ def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
     assert_one_process(records, reference, mesh)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(2, 1, 1, {"zero_stage": 3}),
+        Mesh(1, 2, 2),
+        pytest.param(Mesh(2, 1, 2, ZERO), marks=pytest.mark.slow),
+    ],
+    ids=["step", "tensor", "microbatch, tensor"],
+)
+def test_nor_is_it_where_weights_are_loaded(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = gpt(num_blocks=BLOCKS).state_dict()
+    torch.save(state, tmp_path / "weights.pt")
+    monkeypatch.setattr(Loaded, "path", tmp_path / "weights.pt")
+    [records] = on_meshes([(gpt_case(max_steps=1).but(make=Loaded, at_end=counts), mesh)])
+    assert_never_whole(records, mesh)
+    assert all(torch.equal(records[0].initial[name], value) for name, value in state.items())
+
+
 def assert_never_whole(records: Sequence[Record], mesh: Mesh) -> None:
     """A rank held its parts of the blocks before, one block, what lies outside, and padding.
 
@@ -107,30 +137,3 @@ def assert_never_whole(records: Sequence[Record], mesh: Mesh) -> None:
         for number, nbytes in enumerate(seen):
             before = number / mesh.data * blocks / held
             assert nbytes <= before + blocks / held + product + outside + 64 * (number + 1)
-
-
-class Loaded(Late):
-    """Takes its weights from a file where it builds its layers."""
-
-    path = ""
-
-    def configure_model(self) -> None:
-        if self.blocks is None:
-            super().configure_model()
-            load_weights(self, self.path)
-
-
-def test_of_weights_from_a_file_a_rank_keeps_its_slices(tmp_path):
-    built = gpt(num_blocks=BLOCKS)
-    torch.save(built.state_dict(), tmp_path / "weights.pt")
-
-    def make() -> Loaded:
-        module = Loaded()
-        module.path = str(tmp_path / "weights.pt")
-        return module
-
-    mesh = Mesh(1, 2, 2)
-    [records] = on_meshes([(gpt_case().but(make=make, at_end=counts), mesh)])
-    assert_never_whole(records, mesh)
-    for name, value in built.state_dict().items():
-        torch.testing.assert_close(records[0].initial[name], value, rtol=0, atol=0)

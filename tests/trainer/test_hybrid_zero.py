@@ -26,7 +26,9 @@ EACH = {**THREE, "gather": "microbatch"}
 TWO = {"zero_stage": 2, "bucket_mb": 1e-4}
 
 
-def on_mesh(*runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2) -> list[list[Record]]:
+def on_mesh(
+    *runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2, timeout: float = 50.0
+) -> list[list[Record]]:
     """Runs on so many copies of so many stages, one after the other on the same ranks."""
     size = copies * stages
 
@@ -35,7 +37,7 @@ def on_mesh(*runs: tuple[Case, dict[str, Any]], copies: int = 2, stages: int = 2
         sizes = {"data_parallel_size": copies, "pipeline_parallel_size": stages, "num_microbatches": 2}
         return [fit(case, HybridStrategy(**{**sizes, **options}), size) for case, options in runs]
 
-    results = run_ranks(run, size, free_port(), group=False, timeout=50.0)
+    results = run_ranks(run, size, free_port(), group=False, timeout=timeout)
     return [list(of_run) for of_run in zip(*results, strict=True)]
 
 
@@ -72,6 +74,15 @@ if hasattr(of_lightning, "EMAWeightAveraging"):  # from version 2.6 on
     RUNS["averages, gathered for every micro-batch"] = (AVERAGES, EACH)
 
 
+SLOW = (  # each has a sibling that is not
+    "evaluations between epochs",
+    "stages computed again",
+    "two directions, stage 3",
+    "two directions, gathered in I",
+    "averages, gathered for every micro-batch",
+)
+
+
 def bytes_of_average(trainer: Trainer) -> tuple[int, int]:
     """What the average's parameters hold on this rank, and what they would hold whole."""
     average = next(c for c in trainer.callbacks if isinstance(c, of_lightning.EMAWeightAveraging))._average_model
@@ -82,12 +93,22 @@ def bytes_of_average(trainer: Trainer) -> tuple[int, int]:
 
 
 def test_what_steps_may_do():
+    assert_same_as_one_process({name: run for name, run in RUNS.items() if name not in SLOW})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_what_else_steps_may_do():
+    assert_same_as_one_process({name: RUNS[name] for name in SLOW if name in RUNS}, timeout=200.0)
+
+
+def assert_same_as_one_process(runs: dict[str, tuple[Case, dict[str, Any]]], timeout: float = 50.0) -> None:
     references = {}
-    for case, _ in RUNS.values():
+    for case, _ in runs.values():
         key = (case.make, *case.trainer)
         if key not in references:
             references[key] = one_process(case.but(loader=lambda: loader(8), at_end=None))
-    for (case, _), records in zip(RUNS.values(), on_mesh(*RUNS.values()), strict=True):
+    for (case, _), records in zip(runs.values(), on_mesh(*runs.values(), timeout=timeout), strict=True):
         assert_all_rows(case, references[(case.make, *case.trainer)], records)
         for held, whole in (record.extra for record in records if record.extra is not None):
             assert held < 2 / 3 * whole, "a half, and a number behind each part"
