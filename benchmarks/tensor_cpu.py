@@ -4,7 +4,7 @@
 
 Perceptrons (a norm, a widening and a narrowing product, a residual sum), forward, backward and AdamW, in interleaved
 rounds; prints the medians and the median of the rounds' ratios. Small layers show what the host pays for an operator.
-`--sequential` puts ours without the overlap of sums and weight gradients in DTensor's place.
+`--overlap` puts ours with the overlap of sums and weight gradients in DTensor's place.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def main(rank: int, options: argparse.Namespace) -> None:
         for n in range(options.layers)
         for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
     }
-    if options.sequential:
-        TensorParallel(theirs, TensorAxis(rank, 2), torch.device("cpu"), overlap=False).cut()
+    if options.overlap:
+        TensorParallel(theirs, TensorAxis(rank, 2), torch.device("cpu"), overlap=True).cut()
     else:
         parallelize_module(theirs, init_device_mesh("cpu", (2,)), plan)
     sides = [(model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)) for model in (ours, theirs)]
@@ -78,7 +78,7 @@ def main(rank: int, options: argparse.Namespace) -> None:
     if rank == 0:
         ratio = statistics.median(a / b for a, b in zip(*seconds, strict=True))
         ours_ms, theirs_ms = map(statistics.median, seconds)
-        other = "without overlap" if options.sequential else "DTensor"
+        other = "with overlap" if options.overlap else "DTensor"
         print(f"ours {ours_ms:.2f} ms, {other} {theirs_ms:.2f} ms, ratio {ratio:.2f}")
     dist.destroy_process_group()
 
@@ -87,5 +87,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {"layers": 8, "width": 64, "rows": 4, "positions": 32, "steps": 40, "port": 29611}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sequential", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     mp.spawn(main, (parser.parse_args(),), nprocs=2)
