@@ -60,7 +60,7 @@ class TensorParallel(Uncut):
         plan: Plan = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
-        overlap: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
         self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()

@@ -54,6 +54,9 @@ class HybridStrategy(DividedPipeline):
             input (ZeRO's P_a), gathered when the block is computed again. `sequence_parallel` has done so already.
         loss_parallel: whether a head's logits stay apart on the ranks along `tensor` up to `F.cross_entropy`, which is
             then taken of the parts. Anything else that a step does with them gathers them: all ranks have to do it.
+        overlap_sums: whether column-wise modules make weights' gradients while inputs' are summed along `tensor`,
+            as Megatron does. It pays where these sums take long: it costs the host some time a module. Schedules that
+            split backwards have it already put off.
         zero_stage: what the ranks along `data` divide of their stages' states, as ZeRO numbers it: 0 nothing, 1
             optimizer states, 2 gradients too (between steps), 3 parameters too.
         gather: with `zero_stage=3`, how often parameters are gathered: once a "step", or for the forward and for the
@@ -96,6 +99,7 @@ class HybridStrategy(DividedPipeline):
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         partition_activations: bool = False,
+        overlap_sums: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(zero_stage, gather, bucket_mb, master_weights, offload, **kwargs)
@@ -108,6 +112,11 @@ class HybridStrategy(DividedPipeline):
             ),
             sequence_parallel=(sequence_parallel, isinstance(sequence_parallel, bool), "True or False"),
             loss_parallel=(loss_parallel, isinstance(loss_parallel, bool), "True or False"),
+            overlap_sums=(
+                overlap_sums,
+                overlap_sums is False or (overlap_sums is True and not sequence_parallel),
+                "False, or True with sequence_parallel=False",
+            ),
             partition_activations=(
                 partition_activations,
                 partition_activations is False
@@ -122,6 +131,7 @@ class HybridStrategy(DividedPipeline):
         )
         self.tensor_plan, self.sequence_parallel, self.loss_parallel = tensor_plan, sequence_parallel, loss_parallel
         self.partition_activations, self.gathered_inputs = partition_activations, Traffic()
+        self.overlap_sums = overlap_sums
         sizes = {"data": data_parallel_size, "pipeline": pipeline_parallel_size, "tensor": tensor_parallel_size}
         self.degrees = Degrees(sizes, mesh_order)
 
@@ -150,6 +160,7 @@ class HybridStrategy(DividedPipeline):
     def _assemble(self) -> Pipeline:
         assert self.lightning_module is not None
         if self.axis_size("tensor") > 1:
+            self._refuse_overlap(self._full_schedule())
             axis = TensorAxis(
                 self.axis_rank("tensor"), self.axis_size("tensor"), partial(self.group, "tensor"), self.blocked
             )
@@ -160,9 +171,16 @@ class HybridStrategy(DividedPipeline):
                 self.tensor_plan,
                 self.sequence_parallel,
                 self.loss_parallel,
-                overlap=not any(action.kind == "I" for row in self._full_schedule().actions for action in row),
+                self.overlap_sums,
             )
         return super()._assemble()
+
+    def _refuse_overlap(self, schedule: Schedule) -> None:
+        if self.overlap_sums and any(action.kind == "I" for row in schedule.actions for action in row):
+            raise ValueError(
+                f"{type(self).__name__}(overlap_sums=True) makes gradients of weights within a backward, and schedule"
+                f" {schedule.name!r} makes them later. Use overlap_sums=False, or a schedule that splits no backward."
+            )
 
     def sums_while_running(
         self, schedule: Schedule, may_begin_anew: bool

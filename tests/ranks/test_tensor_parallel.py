@@ -550,13 +550,14 @@ class Heard(TensorAxis):
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_weights_gradients_are_made_while_gradients_of_inputs_are_summed(name):
     """Of each scope the first product (all there is in a GPT's); the others' come before, see `overlap`."""
+    check(name, 2, overlap=True)
     make, loss_of, _ = MODELS[name]
     torch.manual_seed(1)
     model = make()
 
     def run(rank: int) -> list[str]:
         axis = Heard(rank, 2)
-        tensor = TensorParallel(model, axis, torch.device("cpu"))
+        tensor = TensorParallel(model, axis, torch.device("cpu"), overlap=True)
         tensor.cut()
         for column, style in tensor.styles.items():
             if style.kind in ("colwise", "keys"):

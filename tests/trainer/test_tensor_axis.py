@@ -50,6 +50,11 @@ MESHES = {
     "2 x 1 x 2, split, slices": Mesh(2, 1, 2, {"schedule": "zb_h1", "sequence_parallel": True}),
     "1 x 1 x 4": Mesh(1, 1, 4, {"loss_parallel": True}),
 }
+OVERLAPPED = {
+    "1 x 2 x 2, recomputed, overlap": Mesh(1, 2, 2, {"recompute": "block", "overlap_sums": True}),
+    "2 x 1 x 2, overlap": Mesh(2, 1, 2, {"overlap_sums": True}),
+    "2 x 1 x 2, divided, overlap": Mesh(2, 1, 2, {"zero_stage": 3, "gather": "microbatch", "overlap_sums": True}),
+}
 
 
 def assert_replicated_bits(records: Any, mesh: Mesh) -> None:
@@ -72,7 +77,7 @@ def test_layouts_with_a_tensor_axis_are_one_process(make):
 
 def check_layouts(make: Any, names: list[str], timeout: float = 55.0) -> None:
     case = gpt_case(accumulate_grad_batches=2).but(make=make)
-    reference, meshes = one_process(case), [MESHES[name] for name in names]
+    reference, meshes = one_process(case), [{**MESHES, **OVERLAPPED}[name] for name in names]
     for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes], timeout), strict=True):
         assert_one_process(records, reference, mesh)
         assert_replicated_bits(records, mesh)
@@ -93,6 +98,21 @@ def test_of_inputs_that_wait_each_rank_keeps_a_part():
 def test_parts_of_inputs_are_of_blocks_that_are_computed_again():
     with pytest.raises(ValueError, match=r'partition_activations=True.*recompute="block"'):
         TensorParallelStrategy(partition_activations=True)
+
+
+@pytest.mark.slow
+def test_sums_of_inputs_gradients_that_overlap_are_one_process():
+    check_layouts(whole_gpt, list(OVERLAPPED))
+    half = gpt_case(precision="bf16-mixed").but(make=whole_gpt)
+    [records] = on_meshes([(half, Mesh(1, 1, 2, {"overlap_sums": True}))])
+    torch.testing.assert_close(torch.stack(records[0].losses), torch.stack(one_process(half).losses), **BF16)
+
+
+def test_sums_overlap_where_weights_gradients_are_made_in_the_same_backward():
+    with pytest.raises(ValueError, match=r"overlap_sums=True.*sequence_parallel=False"):
+        TensorParallelStrategy(overlap_sums=True, sequence_parallel=True)
+    with pytest.raises(Exception, match=r"overlap_sums=True\) makes gradients of weights.*schedule 'zb_v"):
+        on_meshes([(gpt_case().but(make=whole_gpt), Mesh(1, 2, 2, {"overlap_sums": True, "schedule": "zb_v"}))])
 
 
 @pytest.mark.slow
