@@ -2,7 +2,6 @@
 
 import os
 import signal
-
 from datetime import timedelta
 
 import pytest
