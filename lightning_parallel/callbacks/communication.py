@@ -44,7 +44,7 @@ class CommunicationMonitor(Callback):
         link: what a message, a byte sent and a byte added cost; None measures two all-reduces when training starts.
 
     Raises:
-        ValueError: ``every_n_steps`` is below 1.
+        ValueError: ``every_n_steps`` is below 1; at setup, the Trainer's strategy has parameter servers.
 
     Example::
 
@@ -60,6 +60,14 @@ class CommunicationMonitor(Callback):
         self._watch: CommunicationWatch | None = None
         self._formula: dict[str, int] = {}
         self._sizes: dict[str, int] = {}  # ranks along each axis
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy whose ranks do not talk by collectives."""
+        if hasattr(trainer.strategy, "versions"):
+            raise ValueError(
+                f"{type(self).__name__} measures collectives, and workers of {type(trainer.strategy).__name__} talk to"
+                " servers. Use StalenessMonitor, which logs the bytes that they push and pull, or remove the callback."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last ``fit``, and measure the link."""

@@ -34,6 +34,8 @@ class MemoryMonitor(Callback):
     of parameters, gradients and optimizer ``parallel/memory_KIND/rank_r``, ``parallel/memory_KIND_expected/rank_r``
     (formula, padding, counters, what does not train: equal to the byte) and ``parallel/memory_KIND_formula``.
 
+    Workers of parameter servers wait for nobody in a step: each logs its own alone, and rank 0's are shown.
+
     Activations are what autograd saves for backwards, without parameters, buffers and the batch. Parameters that stage
     3 has gathered for a step or an action are in ``other``. Each piece of memory counts once. What recomputation under
     activation checkpointing keeps for the length of one backward does not count, nor do temporaries within an
@@ -135,10 +137,10 @@ class MemoryMonitor(Callback):
             stats = stats_of(trainer)
             schedule = stats.latest
             promise = Promise.of(schedule, stats.row)
-        everyone = _all_gather(trainer, (measured, promise, states_of(trainer)))
-        ranks = {rank: memory for rank, (memory, _, _) in enumerate(everyone)}
-        promises = {rank: promised for rank, (_, promised, _) in enumerate(everyone) if promised is not None}
-        states = {rank: promised for rank, (_, _, promised) in enumerate(everyone) if promised is not None}
+        everyone = _all_gather(trainer, (trainer.global_rank, measured, promise, states_of(trainer)))
+        ranks = {rank: memory for rank, memory, _, _ in everyone}
+        promises = {rank: promised for rank, _, promised, _ in everyone if promised is not None}
+        states = {rank: promised for rank, _, _, promised in everyone if promised is not None}
         self.reading = MemoryReading(trainer.global_step, ranks, schedule, promises, states)
         return self.reading.metrics()
 

@@ -49,7 +49,7 @@ class StalenessMonitor(Callback):
         lipschitz: L of it.
 
     Raises:
-        ValueError: at setup, the Trainer's strategy has no versions.
+        ValueError: a number is not above 0; at setup, the Trainer's strategy has no versions.
 
     Example::
 
@@ -63,6 +63,9 @@ class StalenessMonitor(Callback):
     """
 
     def __init__(self, picture: str | Path | None = None, distance: float = 1.0, lipschitz: float = 1.0) -> None:
+        for name, value in (("distance", distance), ("lipschitz", lipschitz)):
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{type(self).__name__}({name}={value!r}) needs a number above 0.")
         self.picture, self.distance, self.lipschitz = picture, distance, lipschitz
         self.reading: StalenessReading | None = None
         self._own = StalenessSums()

@@ -95,12 +95,13 @@ class EveryNSteps:
         every_n_steps: n, >= 1, or None to be given later.
 
     Raises:
-        ValueError: n is below 1.
+        ValueError: n is no whole number of 1 or more.
     """
 
     def __init__(self, callback: object, every_n_steps: int | None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"{type(callback).__name__}(every_n_steps={every_n_steps}) needs 1 or more, or None.")
+        is_count = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool) and every_n_steps >= 1
+        if every_n_steps is not None and not is_count:
+            raise ValueError(f"{type(callback).__name__}(every_n_steps={every_n_steps!r}) needs 1 or more, or None.")
         self.every_n_steps = every_n_steps
         self._seen = 0
 

@@ -158,7 +158,7 @@ def explain_option(given: str) -> str:
     takers = _arguments()
     near = _nearest([given], [argument for takes in takers.values() for argument in takes])
     owners = [name for name, takes in takers.items() if near in takes]
-    lines = [f"Did you mean {near}?"] if near else []
+    lines = [f"Did you mean {near}?"] if near not in (None, given) else []
     lines += [f"{name} takes: {', '.join(takers[name])}." for name in owners or strategy_classes()]
     return "\n".join(lines)
 
@@ -207,10 +207,20 @@ def _classes(module: Any) -> dict[str, type]:
 def _arguments() -> dict[str, list[str]]:
     """What each of our classes takes, by short name."""
     classes = {**strategy_classes(), **_classes(callbacks), **_classes(demo)}
-    return {
-        name: [p for p in inspect.signature(kind).parameters if p not in ("args", "kwargs")]
-        for name, kind in classes.items()
-    }
+    return {name: _takes(kind) for name, kind in classes.items()}
+
+
+def _takes(kind: type) -> list[str]:
+    """A class's own arguments, and those that it hands on to the classes that it is made of."""
+    found: dict[str, None] = {}
+    for base in kind.__mro__:
+        if not base.__module__.startswith("lightning_parallel."):
+            continue
+        parameters = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}  # type: ignore[misc]
+        found |= dict.fromkeys(name for name in parameters if name not in ("self", "args", "kwargs"))
+        if parameters and "kwargs" not in parameters:
+            break
+    return list(found)
 
 
 def _is_ours(factory: Any) -> bool:

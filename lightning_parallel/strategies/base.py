@@ -26,7 +26,7 @@ from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.axes import MeshAxes
-from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given
+from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
@@ -148,12 +148,12 @@ class MeshStrategy(MeshAxes):
     def connected(self) -> Iterator[None]:
         """The host's groups; opened for a while where the run has ended (`trainer.save_checkpoint` after `fit`)."""
         environment = self.cluster_environment
-        if dist.is_initialized() or self.world_size == 1 or environment is None:
+        if dist.is_initialized() or self.world_size == 1 or environment is None or self.ranks_have_ended:
             yield
             return
         rank, world = self.global_rank, self.world_size
-        store = open_store(environment.main_address, environment.main_port, rank, world, _LATE)
         try:
+            store = open_store(environment.main_address, environment.main_port, rank, world, _LATE)
             connect(store, rank, world, torch.device("cpu"), _LATE)
         except (dist.DistError, RuntimeError) as error:
             raise RuntimeError(
@@ -166,6 +166,16 @@ class MeshStrategy(MeshAxes):
             self.barrier("connected")
         finally:
             disconnect()
+
+    @property
+    def ranks_have_ended(self) -> bool:
+        """Whether this process forked or spawned the ranks of a fit: it has the trained weights, and no more."""
+        return bool(getattr(self.launcher, "has_fitted", False))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.ranks_have_ended:
+            leave_weights(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, **given(weights_only))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_parallel.checkpoint.sharded import save_sharded
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.base import MeshStrategy
+from lightning_parallel.trainer.checkpoint_io import leave_weights
 
 
 class FileOrFolder(MeshStrategy):
@@ -50,6 +51,8 @@ class FileOrFolder(MeshStrategy):
                 ' of a shared file system, or use state_dict_type="full".'
             )
         self.raise_failure()
+        if self.ranks_have_ended:
+            leave_weights(checkpoint)
         with self.connected():
             save_sharded(
                 checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier, self._written

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parallel.checkpoint import files
 
@@ -34,6 +35,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if _is_remote(path):
             return super().load_checkpoint(path, map_location, **given(weights_only))
         return files.read_checkpoint(Path(path), map_location or "cpu", as_lightning_reads(weights_only))
+
+
+def leave_weights(checkpoint: dict[str, Any]) -> None:
+    """Make a checkpoint one of weights alone, where the optimizer's state has ended with the ranks of the run."""
+    if "optimizer_states" in checkpoint:
+        rank_zero_warn(
+            "The ranks of this run have ended, and their optimizer's state with them: trainer.save_checkpoint writes"
+            " weights alone, from which no training resumes. ModelCheckpoint(save_last=True) writes all, while it runs."
+        )
+    for name in ("optimizer_states", "lr_schedulers"):
+        checkpoint.pop(name, None)
 
 
 def as_lightning_reads(weights_only: bool | None) -> bool | None:

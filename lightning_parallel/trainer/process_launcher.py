@@ -76,6 +76,11 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def joined(self, watch: Watch) -> None:
         """The ranks are connected. (Their parent sees by itself how each of them ends.)"""
 
+    @property
+    def has_fitted(self) -> bool:
+        """Whether ranks that this process started have trained, and ended."""
+        return self._already_fit
+
     def keep_weights(self, state_dict: Callable[[], dict[str, Any]]) -> None:
         """Called by the strategy on every rank before it disconnects: gather the weights that the parent gets back."""
         weights = state_dict()
@@ -126,11 +131,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         states = move_data_to_device(call._call_callbacks_state_dict(trainer), "cpu")
-        return {**super().get_extra_results(trainer), "callbacks": states}
+        progress = {"loop": trainer.fit_loop.state_dict(), "logged": move_data_to_device(trainer.logged_metrics, "cpu")}
+        return {**super().get_extra_results(trainer), "callbacks": states, **progress}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         load_callbacks(trainer, extra["callbacks"])
+        trainer.fit_loop.load_state_dict(extra["loop"])
+        trainer._logger_connector._logged_metrics.update(extra["logged"])
 
     def _take_back(self, output: _WorkerOutput, trainer: Trainer) -> Any:
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -173,6 +181,7 @@ def _rank_main(
             1
         )  # the threads of the parent's OpenMP are not in this process, and waiting for them hangs
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher._already_fit = False  # in this process
     answer = _Answer()
     try:
         with reported(launcher._strategy, trainer):

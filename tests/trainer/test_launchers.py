@@ -116,6 +116,8 @@ def test_results_come_back_to_the_parent(start_method: str):
     assert counts.batches == 4
     assert trainer.callback_metrics["loss"] == stopping.best_score
     assert trainer.state.finished
+    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+    assert trainer.logged_metrics["loss"] == stopping.best_score
     assert os.environ.get("MASTER_PORT") == port
     assert not children_of(os.getpid())
     with pytest.raises(NotImplementedError, match=r"trainer.fit\(\) was called twice .* fit\(ckpt_path=...\)"):

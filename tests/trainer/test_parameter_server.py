@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_parallel.callbacks import StalenessMonitor
+from lightning_parallel.callbacks import CommunicationMonitor, MemoryMonitor, StalenessMonitor
+from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import CLASSES, Classifier, row_loader, rows
 from tests.trainer.pipelines import LOSS, WEIGHTS, assert_same_optimizer, make_trainer
@@ -163,3 +164,24 @@ def test_staleness_is_logged_beside_its_bounds(options, tmp_path):
 def test_staleness_is_not_measured_where_nothing_is_stale():
     with pytest.raises(ValueError, match="measures versions of weights, and the Trainer uses SingleDeviceStrategy"):
         fit("auto", callbacks=[StalenessMonitor()])
+
+
+class OwnMemory(Callback):
+    def on_train_end(self, trainer, module):
+        logged = [key for key in trainer.callback_metrics if key.startswith("parallel/memory_peak/")]
+        assert logged == [f"parallel/memory_peak/rank_{trainer.global_rank}"]
+
+
+def test_a_worker_logs_its_memory_under_its_own_rank():
+    fit(ParameterServerStrategy("ssp"), 2, callbacks=[MemoryMonitor(every_n_steps=1), OwnMemory()], max_epochs=1)
+
+
+def test_collectives_are_not_measured_where_there_are_none():
+    with pytest.raises(StageError, match=r"ParameterServerStrategy talk to servers\. Use StalenessMonitor, which"):
+        fit(ParameterServerStrategy(), 2, callbacks=[CommunicationMonitor()])
+
+
+@pytest.mark.parametrize("given", [{"distance": 0}, {"lipschitz": "x"}])
+def test_what_a_bound_is_made_of_is_a_number_above_zero(given):
+    with pytest.raises(ValueError, match=r"StalenessMonitor\((distance|lipschitz)=.*\) needs a number above 0"):
+        StalenessMonitor(**given)

@@ -1,5 +1,7 @@
 """Checkpoints of runs with parameter servers: one version, and resumed anywhere; what optimizers may be."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -8,10 +10,21 @@ from torch import nn
 from lightning_parallel.errors import StageError
 from lightning_parallel.server import Adagrad
 from lightning_parallel.server.filters import Float16, RandomSkip, TopK
-from lightning_parallel.strategies import ParameterServerStrategy
+from lightning_parallel.strategies import ParameterServerStrategy, ZeROStrategy
 from tests.trainer.modules import Classifier, chain, row_dataset, row_loader
 from tests.trainer.pipelines import WEIGHTS, make_trainer
-from tests.trainer.servers import OPTIMIZERS, OWN_ROWS, Ends, Shares, assert_equal, ends, fit, slow, with_optimizer
+from tests.trainer.servers import (
+    OPTIMIZERS,
+    OWN_ROWS,
+    RAGGED,
+    Ends,
+    Shares,
+    assert_equal,
+    ends,
+    fit,
+    slow,
+    with_optimizer,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,3 +165,18 @@ def test_downpour_with_an_update_of_its_own_and_filters_learns():
     }
     losses = ends(fit(strategy, 2, **shares)[0])["losses"]
     assert losses[-1] < losses[1]  # losses[0] is the sanity check's
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+@pytest.mark.parametrize(
+    "make", [ParameterServerStrategy, partial(ZeROStrategy, stage=2, start_method="fork")], ids=["servers", "ZeRO"]
+)
+def test_the_process_that_forked_the_workers_saves_weights_and_says_so(make, tmp_path):
+    trainer, module = fit(make(), 2)
+    with pytest.warns(UserWarning, match="trainer.save_checkpoint writes weights alone"):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt")
+    assert (saved["global_step"], saved["epoch"]) == (2 * len(RAGGED), 2)
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in saved["state_dict"].items())
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        fit("auto", checkpoint=tmp_path / "after.ckpt", max_epochs=3)

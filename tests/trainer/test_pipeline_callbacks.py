@@ -164,7 +164,8 @@ def test_a_strategy_without_a_pipeline_is_refused(callback, tmp_path):
         trainer.fit(Line(), DataLoader(torch.ones(4, 4)))
 
 
+@pytest.mark.parametrize("number", [0, 2.5, "5", True])
 @pytest.mark.parametrize("callback", [BubbleMonitor, TimelineExporter])
-def test_a_number_of_steps_below_one_is_refused(callback):
-    with pytest.raises(ValueError, match=rf"{callback.__name__}\(every_n_steps=0\) needs 1 or more"):
-        callback(every_n_steps=0)
+def test_a_number_of_steps_below_one_is_refused(callback, number):
+    with pytest.raises(ValueError, match=rf"{callback.__name__}\(every_n_steps={number!r}\) needs 1 or more"):
+        callback(every_n_steps=number)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_parallel import cli
-from lightning_parallel.cli.trainer_cli import explain
+from lightning_parallel.cli.trainer_cli import explain, explain_option
 from lightning_parallel.strategies import registry
 from tests.harness import imported_anew
 
@@ -107,12 +107,23 @@ def test_misspelt_argument_of_a_strategy(capsys, tmp_path):
     assert "PipelineStrategy takes: schedule, num_microbatches, blocks, partition, " in text
 
 
+def test_arguments_that_a_strategy_hands_on_are_its_own():
+    text = explain_option("pipline_parallel_size")
+    assert text.startswith("Did you mean pipeline_parallel_size?\nHybridStrategy takes: data_parallel_size, ")
+    assert all(name in text for name in ("schedule", "num_microbatches", "recompute", "timeout"))
+
+
+def test_an_argument_of_another_class_is_no_spelling_mistake():
+    text = explain_option("every_n_steps")
+    assert "Did you mean" not in text and "MemoryMonitor takes: every_n_steps, picture, activations." in text
+
+
 def test_wrong_type_of_an_argument(capsys, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("trainer:\n  strategy: {class_path: PipelineStrategy, init_args: {num_microbatches: few}}\n")
     text = answer(capsys, "--config", str(config))
     assert "Given value: few" in text
-    assert "num_microbatches is an argument of PipelineStrategy." in text
+    assert "num_microbatches is an argument of HybridStrategy, PipelineStrategy, TensorParallelStrategy." in text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's calls of jsonargparse
@@ -124,7 +135,8 @@ def test_a_value_that_a_strategy_refuses_is_answered_with_its_words(capsys):
 
 def test_missing_argument_of_a_strategy_is_told_whose_it_is():
     text = explain("the following arguments are required: num_microbatches")
-    assert text.endswith("required: num_microbatches\nnum_microbatches is an argument of PipelineStrategy.")
+    owners = "HybridStrategy, PipelineStrategy, TensorParallelStrategy"
+    assert text.endswith(f"required: num_microbatches\nnum_microbatches is an argument of {owners}.")
 
 
 def test_misspelt_model(capsys):
