@@ -240,6 +240,22 @@ def test_a_block_that_mixes_positions_otherwise_is_refused_by_name(name):
     assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_mixes_little_is_seen_in_every_dtype(dtype):
+    """A thousandth of the next position, which 8 bits do not show; parameters are as they were, to the bit."""
+    block = Along(nn.Conv1d(16, 16, 3, padding=1), swap=True)
+    nn.init.constant_(block.mix.weight, 1e-4)
+    block.to(dtype)
+    before = [(parameter, parameter.data_ptr(), parameter.clone()) for parameter in block.parameters()]
+    with pytest.raises(PhantomError, match=f"Block `0` {DIFFERS}"):
+        checked(block, X.to(dtype))
+    causal = Block(16, 2, 0.1).to(dtype)
+    assert checked(causal, X.to(dtype)) == T
+    for parameter, place, value in before:
+        assert parameter.data_ptr() == place
+        assert torch.equal(parameter, value)
+
+
 def test_a_block_that_attends_to_all_is_refused():
     with pytest.raises(PhantomError, match=r"Block `0` .*attention that is not causal"):
         checked(Full(), X)
