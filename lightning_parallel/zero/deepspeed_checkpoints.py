@@ -203,7 +203,7 @@ class DividedStates:
         """What the paper promises this rank, and what DeepSpeed's vectors add; collective.
 
         DeepSpeed updates a copy of 32 bits also of parameters that have 32 bits themselves. Its stages 1 and 2 free
-        gradients in their step.
+        gradients in their step; stage 3 keeps them, and the bucket that they pass.
         """
         trained = [p for group in self.groups for p in group if p.requires_grad]
         size, ranks, stage = self.options.dtype.itemsize, self.deepspeed.world_size, self.options.stage
@@ -218,7 +218,7 @@ class DividedStates:
             stage, ranks, parameters, StateBytes(size, size, 4 + by_element), size,
             held={
                 "parameters": parts if stage == 3 else parts * ranks,
-                "gradients": parts if stage == 3 else 0,
+                "gradients": parts + self.options.bucket_elements if stage == 3 else 0,
                 "copy": parts,
             },
             copy_bytes=4, owned=sum(fragment.numel for fragment in self.fragments.values()), counters=counters,

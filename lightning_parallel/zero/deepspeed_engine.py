@@ -154,7 +154,11 @@ class DeepSpeedEngine(DividedModule):
         self._clip = value
 
     def held_gradients(self) -> list[Tensor]:
-        """This rank's gradients as they lie in memory now."""
+        """Where this rank's gradients lie in memory now; in stage 3 the bucket stays too."""
+        buckets = self.inner.ipg_buckets.values() if self.options.stage == 3 else ()
+        return [*self._gradients(), *(bucket.buffer for bucket in buckets if self._has_gradients)]
+
+    def _gradients(self) -> list[Tensor]:
         self._curtain.open()
         held = held_gradients(self.inner, self.options.stage, self.options.offload) if self._has_gradients else []
         if self._has_gradients:
@@ -167,7 +171,7 @@ class DeepSpeedEngine(DividedModule):
         def tell(factor: Tensor) -> None:
             self._unscale = factor
 
-        return HeldScale(scaler, self.held_gradients, tell, self.device)
+        return HeldScale(scaler, self._gradients, tell, self.device)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.

@@ -37,6 +37,11 @@ class DeepSpeedOptions:
     dtype: torch.dtype = torch.float32
     offload: bool = False
 
+    @property
+    def bucket_elements(self) -> int:
+        """Gradients that are reduced at a time."""
+        return max(1, self.bucket_bytes // self.dtype.itemsize)
+
     def configuration(self, device: torch.device) -> dict[str, Any]:
         """DeepSpeed's own configuration.
 
@@ -48,7 +53,7 @@ class DeepSpeedOptions:
             >>> DeepSpeedOptions(stage=1).configuration(torch.device("cpu"))["zero_optimization"]["stage"]
             1
         """
-        elements = max(1, self.bucket_bytes // self.dtype.itemsize)
+        elements = self.bucket_elements
         cuda = device.type == "cuda"
         zero: dict[str, Any] = {
             "stage": self.stage,

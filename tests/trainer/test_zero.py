@@ -133,10 +133,8 @@ class Overflows(Classifier):
         return loss * float("inf") if batch_idx == 1 and self.trainer.global_rank == 1 else loss
 
 
-def steps_of_the_optimizer(trainer: Any, module: LightningModule) -> Any:
-    state = trainer.optimizers[0].state
-    scale = trainer.precision_plugin.scaler.get_scale()
-    return scale, sorted({float(s["step"]) for s in state.values() if "step" in s})
+def scale_at_the_end(trainer: Any, module: LightningModule) -> float:
+    return trainer.precision_plugin.scaler.get_scale()
 
 
 class OverflowsUnderAdam(Overflows):
@@ -146,10 +144,12 @@ class OverflowsUnderAdam(Overflows):
 
 @pytest.mark.parametrize("strategy", EACH)
 def test_an_overflow_of_one_rank_is_everybodys(strategy: Any):
-    run = Fit(OverflowsUnderAdam, {"max_steps": 4, "plugins": half}, after=steps_of_the_optimizer)
-    [results] = on_ranks([(run, strategy)], 2)
+    run = Fit(OverflowsUnderAdam, {"max_steps": 4, "plugins": half}, after=scale_at_the_end)
+    [results] = on_ranks([(run, strategy)], 2, timeout=140.0)
+    steps = {float(state["step"]) for state in results[0].optimizers[0]["state"].values()}
+    assert steps == {3.0}  # of four one was left out
     for result in results:
-        assert result.extra == (512.0, [3.0])  # half of 1024, and one step of four left out
+        assert result.extra == 512.0  # half of 1024
         assert all(value.isfinite().all() for value in results[0].weights.values())
 
 
