@@ -55,3 +55,21 @@ def test_absent_gradients_count_as_zero(strategies: Any):
 def test_parameters_that_are_gathered_by_call_need_the_same_calls(strategies: Any):
     with pytest.raises(Exception, match=r"call different ones in a step. One rank is at the forward of `extra`"):
         on_ranks([(Fit(Branches, OPTIONS), strategies[0])], 2)
+
+
+class Blocks(Branches):
+    """The longer way is a list of blocks, each of which is gathered when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_that_one_rank_calls_end_in_words(stage: int):
+    strategy = zero(stage, engine="fsdp2", blocks=["extra.0", "extra.1"])
+    with pytest.raises(
+        Exception, match=r"call different ones in a step\..* when another is at the forward of `extra\.0`"
+    ):
+        on_ranks([(Fit(Blocks, OPTIONS), strategy)], 2)
