@@ -11,15 +11,18 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-_stores: dict[tuple[str, int], Any] = {}
-_runs: dict[tuple[str, int], int] = {}
+_Address: TypeAlias = tuple[
+    int, str, int
+]  # process, host and port: what a process forked from this one has is not its own
+_stores: dict[_Address, Any] = {}
+_runs: dict[_Address, int] = {}
 
 
 def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
@@ -104,12 +107,33 @@ def open_groups(axes: Mapping[str, int], planes: Sequence[Collection[str]] = ())
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store of one run. Behind it is one connection for the life of the process, in which every run has its own
     keys, so that `fit` and then `validate` in one process never race for a port."""
-    address = (host, port)
+    address = (os.getpid(), host, port)
     if address not in _stores:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        _stores[address] = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)))[0]
+        with _environment(MASTER_ADDR=host, MASTER_PORT=str(port)):
+            found = dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)
+            _stores[address] = next(iter(found))[0]
     _runs[address] = _runs.get(address, 0) + 1
     return dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+
+
+def has_store(port: int) -> bool:
+    """Whether this process has the store of its runs at that port."""
+    return any((process, at) == (os.getpid(), port) for process, _, at in _stores)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Variables of the environment, put back afterwards: a later launcher reads them as the user's."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def connect(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:

@@ -29,6 +29,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.mesh import has_store
 from lightning_parallel.trainer.callback_states import load_callbacks
 from lightning_parallel.trainer.failures import reported, tell
 from lightning_parallel.trainer.main_port import main_port
@@ -102,13 +103,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def _port(self) -> Iterator[None]:
         """All ranks learn one free port from the environment; the next run finds another."""
         before = os.environ.get("MASTER_PORT")
+        if before is not None and has_store(int(before)):  # this process runs a family of scripts, and serves it there
+            del os.environ["MASTER_PORT"]
         port, reserved = main_port(self._strategy.cluster_environment)
         os.environ["MASTER_PORT"] = str(port)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ["MASTER_PORT"]
+            del os.environ["MASTER_PORT"]
+            if before is not None:
+                os.environ["MASTER_PORT"] = before
             if reserved is not None:
                 reserved.close()
 

@@ -181,6 +181,7 @@ def test_the_table_is_whole():
     """Every strategy string of this library is in the table, and every refusal that the table names is tried."""
     ours = {name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith("lightning_p")}
     ours.remove("pipeline_auto")  # takes one of the others, and needs an example_input_array: see test_many_stages.py
+    ours.remove("pipeline_terapipe")  # runs causal language models: see test_token_slices.py
     assert ours == {entry.name for entry in STRATEGIES}
     known = {scenario.__name__ for scenario in REFUSED}
     assert all(entry.refuses.keys() <= known for entry in STRATEGIES)
