@@ -31,8 +31,10 @@ def engine_of(strategy: Any, stage: int, engine: Engine | None) -> Engine:
     refuse_arguments(strategy, stage=(stage, is_count(stage, 1) and stage in _ENGINES, "1, 2 or 3"))
     engines = _ENGINES[stage]
     chosen = engine or engines[0]
-    words = " or ".join(f'"{name}"' for name in engines)
-    refuse_arguments(strategy, engine=(chosen, chosen in engines, f"{words} for stage {stage}"))
+    words = " or ".join(f'"{name}"' for name in engines) + f" for stage {stage}"
+    if "native" not in engines:
+        words += '; HybridStrategy(zero_stage=3, gather="microbatch") divides parameters by this library itself'
+    refuse_arguments(strategy, engine=(chosen, chosen in engines, words))
     if chosen == "deepspeed":
         refuse_missing()
     return chosen

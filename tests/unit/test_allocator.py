@@ -42,6 +42,7 @@ def test_a_strategy_asks_on_gpus(monkeypatch: pytest.MonkeyPatch, device: str, w
         monkeypatch.delenv(name, raising=False)
     environment: dict[str, str] = {}
     monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # another test may have been on a GPU
     strategy = ZeROStrategy(expandable_segments=wanted, parallel_devices=[torch.device(device, 0)])
     strategy.ask_for_memory(torch.device(device))
     assert ("PYTORCH_CUDA_ALLOC_CONF" in environment) == asked
