@@ -26,7 +26,7 @@ def refuse_compiled_around(model: nn.Module, units: Sequence[str]) -> None:
     """
     for name, module in model.named_modules():
         inside = [unit for unit in units if unit != name and (unit.startswith(f"{name}.") or not name)]
-        if inside and _is_compiled(module):
+        if inside and is_compiled(module):
             raise ValueError(
                 f"`{name or type(module).__name__}` is compiled as a whole, and the pipeline cuts it into {inside[0]},"
                 " ... . Compile the blocks one by one instead: for block in blocks: block.compile()."
@@ -38,5 +38,6 @@ def _is_wrapper(module: Any) -> bool:
     return isinstance(vars(module).get("_modules", {}).get("_orig_mod"), nn.Module) and "dynamo_ctx" in vars(module)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was called on a module itself."""
     return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None

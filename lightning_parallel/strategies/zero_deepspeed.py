@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import Optimizer
 
+from lightning_parallel.pipeline.compiled import is_compiled
 from lightning_parallel.trainer.holders import model_copies, refuse_sharded
 from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
@@ -66,7 +67,8 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
     """Raise for what this engine does not do; returns the precision.
 
     Raises:
-        ValueError: a precision, a logger that traces the model, or a callback that holds a copy of it.
+        ValueError: a precision, a logger that traces the model, a callback that holds a copy of it, or what is compiled
+            in it.
     """
     module, plugin = strategy.lightning_module, strategy.precision_plugin
     assert module is not None
@@ -90,6 +92,11 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
             raise ValueError(
                 "A callback holds a copy of the model, as those that average weights do, and DeepSpeed's stage 3 does"
                 ' not divide copies. Use engine="fsdp2", or stage 1 or 2.'
+            )
+        if compiled := [name or type(part).__name__ for name, part in module.named_modules() if is_compiled(part)]:
+            raise ValueError(
+                f"`{compiled[0]}` is compiled, and DeepSpeed's stage 3 gathers parameters in hooks that torch.compile"
+                ' does not get through. Compile nothing, or use engine="fsdp2", or stage 1 or 2.'
             )
     if strategy.state_dict_type == "sharded":
         refuse_sharded(trainer, module, type(strategy).__name__)

@@ -20,6 +20,7 @@ class Clipped(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.squares: list[float] = []
+        self.kinds: set[torch.dtype] = set()
 
     def loss(self, batch: Any) -> Tensor:
         return 10 * super().loss(batch)
@@ -30,13 +31,15 @@ class Clipped(Classifier):
         return optimizer
 
     def note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        taken = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.kinds |= {p.dtype for p in updated}
+        taken = [p.grad for p in updated]
         local = [g.to_local() if isinstance(g, DTensor) else local_part(g) for g in taken]
         self.squares.append(sum(float(gradient.double().square().sum()) for gradient in local))
 
 
 def noted(trainer: Any, module: Any) -> Any:
-    return module.squares, {updated.dtype for updated in trainer.optimizers[0].state}
+    return module.squares, module.kinds
 
 
 @pytest.mark.parametrize("strategies", SEVERAL)
