@@ -83,8 +83,10 @@ def test_a_step_moves_the_formulas_bytes_along_the_data_axis(answers: Any):
 
 
 def test_gathered_parameters_count_while_they_are_there(answers: Any, request: pytest.FixtureRequest):
-    """Beside the batch: a rank's stages for a step; by block what lies outside of blocks, and two blocks at most, which are
-    all that a stage of 1F1B has here."""
+    """Beside the batch: a rank's stages for a step; by block what lies outside of blocks, and two blocks at most.
+
+    A stage of 1F1B has no more here.
+    """
     other = {way: ranks[0][0]["parallel/memory_other_peak"] for way, ranks in answers.items()}
     most = 4 * max(parameters for _, parameters, _ in answers[3, "step"])
     assert other[1, "step"] == other[2, "step"] == other[0, "step"]
