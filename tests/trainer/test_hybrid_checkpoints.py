@@ -89,6 +89,7 @@ def test_layouts_go_on_from_each_others_checkpoints(tmp_path):
         assert_goes_on([one_process(epochs(2, checkpoint=path))], whole, Mesh())
 
 
+@pytest.mark.slow
 def test_slices_go_on_in_other_slices_in_none_and_in_one_process(tmp_path):
     folder, names = tmp_path / "folder", ["four slices", "zero 2", "ZeROStrategy"]
     whole = one_process(epochs(2))

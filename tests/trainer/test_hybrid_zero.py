@@ -92,6 +92,7 @@ def bytes_of_average(trainer: Trainer) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 def test_what_steps_may_do():
     assert_same_as_one_process({name: run for name, run in RUNS.items() if name not in SLOW})
 

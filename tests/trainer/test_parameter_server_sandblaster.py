@@ -104,6 +104,7 @@ class DiesWithDealtRows(Dies):
         return DataLoader(TensorDataset(*rows([48])[0]), 4)
 
 
+@pytest.mark.slow
 def test_the_rows_that_a_killed_worker_leaves_are_dealt():
     """Of its four batches two are in steps that were begun; each of the others gets one of the other two."""
     module, _ = run(together(lease=30.0), 3, DiesWithDealtRows, use_distributed_sampler=True)
@@ -176,6 +177,7 @@ def test_a_server_that_is_killed_in_a_step_is_not_missed():
     assert_equal(ours, reference([[0, 1]] * 4, workers=2), **CLOSE)
 
 
+@pytest.mark.slow
 def test_it_resumes_with_the_state_of_l_bfgs(tmp_path):
     """From the servers' checkpoint in one process, and from one process's on the servers."""
     plain, _ = run("auto", 1, max_epochs=2)

@@ -209,7 +209,11 @@ FEW = ["R-Drop", "SimCLR with BatchNorm", "the first half twice", "taught by its
 
 @pytest.mark.parametrize(
     ("num_stages", "names"),
-    [(2, list(SAME)), (4, FEW), pytest.param(4, [name for name in SAME if name not in FEW], marks=pytest.mark.slow)],
+    [
+        (2, list(SAME)),
+        pytest.param(4, FEW, marks=pytest.mark.slow),
+        pytest.param(4, [name for name in SAME if name not in FEW], marks=pytest.mark.slow),
+    ],
 )
 def test_as_in_one_process(references: dict[str, Record], num_stages: int, names: list[str]):
     for name, records in zip(names, many_on_stages([SAME[name] for name in names], num_stages), strict=True):

@@ -150,7 +150,7 @@ def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
     ("start_method", "signalled"),
     [
         pytest.param("popen", "script", marks=pytest.mark.slow),
-        ("popen", "rank 1"),
+        pytest.param("popen", "rank 1", marks=pytest.mark.slow),
         pytest.param("fork", "script", marks=pytest.mark.slow),
         pytest.param("fork", "rank 1", marks=pytest.mark.slow),
     ],
