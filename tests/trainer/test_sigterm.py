@@ -152,7 +152,7 @@ def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
         pytest.param("popen", "script", marks=pytest.mark.slow),
         pytest.param("popen", "rank 1", marks=pytest.mark.slow),
         pytest.param("fork", "script", marks=pytest.mark.slow),
-        pytest.param("fork", "rank 1", marks=pytest.mark.slow),
+        ("fork", "rank 1"),
     ],
 )
 def test_sigterm_ends_all_ranks(start_method: str, signalled: str):

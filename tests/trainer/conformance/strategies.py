@@ -279,7 +279,7 @@ _SEVERAL = {"step_that_returns_none", "batch_size_finder"}
 ONE_WORKER = {**SERVERS, "refuses": {n: text for n, text in SERVERS["refuses"].items() if n not in _SEVERAL}}
 STRATEGIES = (
     Entry("pipeline_1f1b", 2, **PIPELINE),
-    # What follows is slow; `make test` trains with each in test_many_stages.py, test_two_ways.py, test_zero.py and others.
+    # What follows is slow; `make test` trains with each in tests of its own (test_two_ways.py, test_zero.py, ...).
     Entry("pipeline_gpipe", 4, **PIPELINE, core=True, slow=True),
     Entry("pipeline_naive", 2, **PIPELINE, core=True, slow=True),
     Entry("zero_1", 2, **ZERO, core=True, slow=True),
