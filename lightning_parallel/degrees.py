@@ -42,7 +42,7 @@ class Degrees:
                 raise ValueError(f"{axis}_parallel_size={size!r}: give a number of ranks, 1 or more, or None.")
         free = [f"{axis}_parallel_size" for axis, size in self.sizes.items() if size is None]
         if len(free) > 1:
-            raise ValueError(f"{' and '.join(free)} are both None. One size may be left to follow from the devices.")
+            raise ValueError(f"{' and '.join(free)} are None. One size at most may be left to follow from the devices.")
         if not isinstance(self.order, Sequence) or sorted(map(str, self.order)) != sorted(AXES):
             raise ValueError(f"mesh_order={self.order!r}: give {', '.join(AXES)} in some order, outermost first.")
 

@@ -8,7 +8,8 @@ torch.optim's arithmetic in its order. Left out: gradients that need a whole lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -24,10 +25,20 @@ class Update:
     Attributes:
         slots: names of the state vectors, each as long as the range and zero at first.
         additive: a push is simply added, so that a reader may add its own on top of what it read.
+
+    Raises:
+        ValueError: a rate, a factor or a penalty is negative or not finite.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
     additive: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            numbers = [n for n in (value if isinstance(value, tuple) else [value]) if isinstance(n, (int, float))]
+            if not all(0 <= number < math.inf for number in numbers):
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): give a finite number, 0 or more.")
 
     def names(self) -> tuple[str, ...]:
         """Which of ``slots`` are in use."""

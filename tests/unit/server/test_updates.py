@@ -108,3 +108,16 @@ def test_one_update_of_several_pushes_divides_the_messages_down_the_chain():
         return world.part(0).lsn
 
     assert appended(1) > 32 >= 4 * (appended(4) - 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Adagrad(lr=-1.0), r"Adagrad\(lr=-1.0\): give a finite number, 0 or more"),
+        (lambda: SGD(lr=float("nan")), r"SGD\(lr=nan\)"),
+        (lambda: Adam(betas=(0.9, float("inf"))), r"Adam\(betas=\(0.9, inf\)\)"),
+    ],
+)
+def test_rates_that_no_update_has(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
