@@ -32,17 +32,7 @@ _live: "weakref.WeakSet[WatchThread]" = weakref.WeakSet()
 
 
 class WatchThread:
-    """What a watch's thread does, and what it shares with the main thread; see `Watch`.
-
-    Args:
-        rank: global rank.
-        world_size: number of ranks.
-        store: any store that all ranks share; used once, to agree on rank 0's address.
-        host: the name under which the other ranks reach rank 0's host.
-        stage: pipeline stage of this rank, for messages.
-        patience: how long to wait for what.
-        exit: ends the process, once it did not end by itself.
-    """
+    """What a watch's thread does, and what it shares with the main thread; its arguments are `Watch`'s."""
 
     def __init__(
         self,
