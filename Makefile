@@ -32,7 +32,7 @@ test-vision: $(VENV)/vision/.installed
 	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -q tests/trainer/test_vision_models.py
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others
 
 test-lowest: .venv-lowest/.installed
 	$(LOWEST)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"

@@ -15,7 +15,7 @@ WITH_OPTIONS = [
     "dapple:limit=2",
     "zb_auto:limit=1.5",
     "zb_auto:limit=3",
-    "zb_v_auto:limit=6,weight_share=0.5",
+    "zb_v_auto:limit=16,weight_share=0.5",
     "terapipe:slices=1",
     "interleaved_1f1b:v=1",
     "interleaved_1f1b:v=3",
