@@ -32,7 +32,13 @@ def saves(path: Path) -> Any:
     return save
 
 
-COMPILED = [strategy for strategy in EACH if strategy.id != "deepspeed-3"]
+COMPILED = [
+    pytest.param(
+        *one.values, id=one.id, marks=[*one.marks, *([pytest.mark.slow] if one.id in ("own-1", "own-2") else [])]
+    )
+    for one in EACH
+    if one.id != "deepspeed-3"
+]
 
 
 @pytest.mark.parametrize("strategy", COMPILED)

@@ -161,7 +161,7 @@ CASES = {
 }
 
 
-VARIANTS = {"plain", "gpipe", "zb_h1", "interleaved_1f1b"}  # of cases that stay
+VARIANTS = {"plain", "clipped", "gpipe", "zb_h1", "zb_v", "interleaved_1f1b"}  # of cases that stay
 
 
 @pytest.mark.parametrize(

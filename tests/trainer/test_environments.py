@@ -57,6 +57,8 @@ print(f"rank {trainer.global_rank} holds stage {trainer.strategy.pipeline.row} a
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_torchrun_starts_a_pipeline(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -164,6 +164,7 @@ class OfAnother(GPT):
         return inner + 1e-3 * self.blocks[0].up.weight.square().sum() + 1e-3 * self.embedding.weight.square().sum()
 
 
+@pytest.mark.slow
 def test_a_stage_may_read_weights_of_another_on_its_rank():
     case = gpt_case(gradient_clip_val=None).but(make=gpt(OfAnother, tie_embeddings=False))
     ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})

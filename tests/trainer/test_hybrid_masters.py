@@ -42,6 +42,7 @@ def zero_on_two_ranks(case: Case) -> list[Record]:
     return run_ranks(run, 2, free_port(), group=False, timeout=50.0)
 
 
+@pytest.mark.slow
 def test_copies_of_32_bits_are_zero_strategys_to_the_bit(tmp_path: Path):
     [zero, _] = zero_on_two_ranks(half(at_end=saves(tmp_path / "zero.ckpt")))
     theirs = torch.load(tmp_path / "zero.ckpt", weights_only=False)["master_weights"]

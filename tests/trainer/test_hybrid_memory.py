@@ -161,6 +161,7 @@ def sent(trainer: Trainer, module: LightningModule) -> tuple[list[int], int]:
     return counts, len(trainer.strategy._states.partition.buckets)
 
 
+@pytest.mark.slow
 def test_all_buckets_of_a_ranks_own_leave_before_a_step_ends():
     """None in the first step, which a copy might begin anew; with batches that accumulate, in stage 2 after each."""
     case = gpt_case(callbacks=lambda: [Sent()]).but(make=gpt, at_end=sent)

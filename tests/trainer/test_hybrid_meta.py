@@ -88,7 +88,7 @@ ZERO = {"zero_stage": 3, "gather": "microbatch"}
     "mesh",
     [
         Mesh(2, 2, 1, {**ZERO, "schedule": "zb_v"}),
-        Mesh(1, 2, 2),
+        pytest.param(Mesh(1, 2, 2), marks=pytest.mark.slow),
         pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow),
         pytest.param(Mesh(2, 1, 1, {"zero_stage": 3}), marks=pytest.mark.slow),
         pytest.param(Mesh(2, 1, 2, ZERO), marks=pytest.mark.slow),
@@ -109,7 +109,7 @@ def test_a_stage_without_memory_is_never_whole(mesh: Mesh):
 @pytest.mark.parametrize(
     "mesh",
     [
-        Mesh(2, 1, 1, {"zero_stage": 3}),
+        pytest.param(Mesh(2, 1, 1, {"zero_stage": 3}), marks=pytest.mark.slow),
         Mesh(1, 2, 2),
         pytest.param(Mesh(2, 1, 2, ZERO), marks=pytest.mark.slow),
     ],

@@ -106,7 +106,7 @@ class Counts(Callback):
         self.batches = state["batches"]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_results_come_back_to_the_parent(start_method: str):
     module, counts = Fails(), Counts()
     before, port = module.layer.weight.detach().clone(), os.environ.get("MASTER_PORT")

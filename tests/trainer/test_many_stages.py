@@ -31,7 +31,7 @@ LOOP, SHAPE_OF_V, ALONE = [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2]]
 
 @pytest.mark.parametrize(
     "placement",
-    [pytest.param(LOOP, marks=pytest.mark.slow), SHAPE_OF_V, ALONE],
+    [pytest.param(LOOP, marks=pytest.mark.slow), SHAPE_OF_V, pytest.param(ALONE, marks=pytest.mark.slow)],
     ids=["loop", "v", "one rank"],
 )
 def test_parity_of_whole_and_of_split_backwards(placement: list[list[int]]):

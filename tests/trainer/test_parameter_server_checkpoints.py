@@ -137,6 +137,7 @@ def test_what_a_scheduler_may_not_change_is_said():
         fit(ParameterServerStrategy(), 2, with_optimizer(cycling))
 
 
+@pytest.mark.slow
 def test_layers_that_are_frozen_in_the_run_are_refused_where_servers_step():
     class Freezes(Classifier):
         def on_train_epoch_start(self):

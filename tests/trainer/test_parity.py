@@ -1,5 +1,6 @@
 """A pipeline trains what one process trains: losses, weights, optimizer state and everything logged, on every rank."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_rows_of_numbers(make_module):
 
 @pytest.mark.parametrize(
     "make_module",
-    [gpt, pytest.param(lambda: hugging_face("gpt2"), marks=pytest.mark.slow), lambda: hugging_face("llama")],
+    [gpt, *(pytest.param(partial(hugging_face, name), marks=pytest.mark.slow) for name in ("gpt2", "llama"))],
 )
 def test_language_models(make_module):
     case = Case(make_module, lambda: token_loader(RAGGED_TOKENS), trainer={"max_steps": 5})

@@ -191,7 +191,7 @@ class Gan(LightningModule):
         return make(self.generator.parameters()), make(self.critic.parameters())
 
 
-@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize("toggle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_gan_by_hand(toggle: bool):
     run = Fit(lambda: Gan(toggle), {"max_epochs": 2, "limit_val_batches": 0})
     jobs = [(run, ddp(find_unused_parameters=True)), *((run, zero(stage)) for stage in STAGES)]
