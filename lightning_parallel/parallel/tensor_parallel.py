@@ -27,7 +27,7 @@ from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequen
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, is_conv1d
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.buckets import buckets, views
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 
 class TensorParallel(Uncut):

@@ -32,7 +32,8 @@ from lightning_parallel.pipeline.links import Links
 from lightning_parallel.pipeline.memoryless import make_in_parts, materialize
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.partition import Partition, lay_out
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare
 from lightning_parallel.pipeline.rounds import Rounds

@@ -27,7 +27,7 @@ from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Values
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.goods import Place
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
