@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.parameters import ParameterTable
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.zero.state import numbered_groups
 
 Gather = Callable[[Any], Sequence[Any] | None]

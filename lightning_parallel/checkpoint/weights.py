@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.files import read
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 _WISHES = "_weights_to_load"
 Part = Callable[[str, Tensor], Tensor]

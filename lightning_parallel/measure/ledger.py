@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.measure.storages import Key, key_of, storages_of
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 MOVING = ("gradients", "activations")  # and "gathered" where somebody tells of that
 

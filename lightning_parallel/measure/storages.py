@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 Key = int  # of a storage while it lives
 

@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
 from lightning_parallel.parallel.attention import Heads
+from lightning_parallel.parallel.auto import Style
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.classes import become, become_itself, own_class
 from lightning_parallel.parallel.cuts import find_shares
-from lightning_parallel.parallel.experts import Experts, shared_width
+from lightning_parallel.parallel.experts import Experts
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
-from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, is_conv1d
+from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope
 from lightning_parallel.parallel.uncut import Uncut
+from lightning_parallel.parallel.widths import own_widths
 from lightning_parallel.pipeline.buckets import buckets, views
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
+
+_CLASSES = {**STYLES, "heads": Heads, "experts": Experts}
 
 
 class TensorParallel(Uncut):
@@ -78,29 +82,14 @@ class TensorParallel(Uncut):
         """Make this rank's part of every parameter its data, where it is not yet, and the modules compute with it."""
         for number, (name, style) in enumerate(self.styles.items()):
             module: Any = self.model.get_submodule(name)
-            part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
-            if style.kind == "head":
-                [part.features] = self.shares[f"{name}.weight"].segments
-                part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
-            elif style.copies > 1:
-                part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
-                part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
-            elif style.kind == "vocab":
-                self._cut_embedding(name, module, part)
-            elif style.kind in ("summed", "sequence"):
+            part = self._part_of(name, style, number)
+            if style.kind in ("summed", "sequence"):
                 self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._are_summed([module.bias])
-            if style.kind in ("colwise", "keys", "fused", "head") and is_conv1d(module):
-                self._change(module, nf=self.shares[f"{name}.weight"].local_shape(self.axis.rank)[1])
-            if style.kind == "heads":
-                self._change(module, num_heads=module.num_heads // self.axis.size)
-                become(module, Heads, part)
-            if style.kind == "experts":
-                self._change(module, **shared_width(module, self.shares[f"{name}.down_proj"].shape[2], self.axis.size))
-                become(module, Experts, part)
-            if style.kind in STYLES:
-                become(module, STYLES[style.kind], part)
+            self._change(module, **own_widths(name, module, style, self.shares, self.axis))
+            if style.kind in _CLASSES:
+                become(module, _CLASSES[style.kind], part)
         self._open_scopes()
         self._slice_sequences() if self.blocks else self._check_first_calls()
         self.cut_copy(self.model)
@@ -175,12 +164,18 @@ class TensorParallel(Uncut):
                     found[name] |= groups_of(module, style.copies)
         return found
 
-    def _cut_embedding(self, name: str, module: Any, part: Part) -> None:
-        begin, end = self.shares[f"{name}.weight"].span(self.axis.rank)
-        padding = module.padding_idx
-        if padding is not None:
-            self._change(module, padding_idx=padding - begin if begin <= padding < end else None)
-        part.begin = begin
+    def _part_of(self, name: str, style: Style, number: int) -> Part:
+        """What a module knows of this rank's part of it."""
+        part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
+        if style.kind == "head":
+            [part.features] = self.shares[f"{name}.weight"].segments
+            part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
+        elif style.copies > 1:
+            part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
+            part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
+        elif style.kind == "vocab":
+            part.begin, _ = self.shares[f"{name}.weight"].span(self.axis.rank)
+        return part
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

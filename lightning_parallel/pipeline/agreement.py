@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Contract, Values
 from lightning_parallel.pipeline.goods import Place
-from lightning_parallel.pipeline.phantom import Leaf
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 from lightning_parallel.pipeline.stage import UnitOutputs
 
 

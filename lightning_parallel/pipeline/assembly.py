@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_parallel.checkpoint.weights import load_noted
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.axis_line import AxisLine
@@ -23,27 +22,23 @@ from lightning_parallel.pipeline.channel import Waiting, nobody_waits
 from lightning_parallel.pipeline.clock import make_clock
 from lightning_parallel.pipeline.cut import Cut, Recompute
 from lightning_parallel.pipeline.data_axis import DataAxis
-from lightning_parallel.pipeline.early_cuts import EarlyCuts
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.gradient_sums import GradientSums
 from lightning_parallel.pipeline.gradients import FreshGradients
 from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.links import Links
-from lightning_parallel.pipeline.memoryless import make_in_parts, materialize
-from lightning_parallel.pipeline.parameters import Entry, ParameterTable
+from lightning_parallel.pipeline.own_part import OwnPart
+from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.partition import Partition, lay_out
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
-from lightning_parallel.pipeline.random_streams import RandomStreams, mix
 from lightning_parallel.pipeline.replica_check import compare
 from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.shared_parameters import SharedParameters
 from lightning_parallel.pipeline.timing import Context, unit_costs
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.pipeline.token_slices.seat import TokenSeat
 
 
-class Pipeline(SharedParameters):
+class Pipeline(OwnPart):
     """One rank's part of a model that runs as a pipeline.
 
     Args:
@@ -103,7 +98,7 @@ class Pipeline(SharedParameters):
     ) -> None:
         placement = placement or {(0, row): row for row in range(len(copies[0]))}
         super().__init__(copies, placement, device, group, waiting, tensor_size, mates_group)
-        self._divide = divide
+        self._divide = None if divide is None else partial(divide, self)
         self.model, self._over_tensor = model, tensor or Uncut()
         data_place, tensor_place = divmod(self.copy, tensor_size)
         first = data_place * tensor_size
@@ -124,32 +119,6 @@ class Pipeline(SharedParameters):
         self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
         self.rounds = Rounds(self.cut, seats, self.all_gather, fail, links.open_straight if skip_connections else None)
 
-    def _take_parameters(self) -> RandomStreams:
-        """Keep and initialize this rank's part of the model, equal where several ranks hold it; the copy's streams."""
-        self._refuse_other_cut()
-        seed = self._agree_on_seed()
-        self.table.drop_foreign(self.device)
-        self._cuts = EarlyCuts(self._over_tensor, self.tensor)
-        divided = set[nn.Parameter]()
-        if self._divide is not None and self.data.size > 1 and self.num_replicas == 1:
-            divide, cuts = partial(self._divide, self), self._cuts.made
-            divided = make_in_parts(self.table, self.device, seed, divide, cuts, self._over_tensor.part)
-        materialize(self.table, self.device, seed, made=self._cuts.made)
-        load_noted(self.model, self._over_tensor.part, divided)
-        self.own: list[tuple[Entry, nn.Parameter]] = list(self.table.own())
-        self.foreign = [parameter for parameter in self.model.parameters() if isinstance(parameter, ForeignParameter)]
-        self._all = [self.model.get_parameter(entry.name) for entry in self.table.entries]
-        self._cuts.take(self.own, self.device, divided)
-        self.to_device(self.device)
-        self._groups = self._open_groups()
-        self._equalize_shared()
-        self.tensor.equalize(self.own_buffers())
-        self.data.equalize([p.data for _, p in self.own if p not in divided] + self.own_buffers())
-        if divided and self._divide is not None:
-            self._divide(self, [parameter for _, parameter in self.own if parameter not in divided])
-        self._over_tensor.cut()
-        return RandomStreams(mix(seed, self.data.place) if self.data.place else seed, self.device)
-
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
         own = [parameter for _, parameter in self.own]
@@ -169,22 +138,6 @@ class Pipeline(SharedParameters):
 
     def _is_summed_over_tensor(self, parameter: nn.Parameter) -> bool:
         return parameter in self._over_tensor.summed
-
-    def to_device(self, device: torch.device) -> None:
-        """Move this rank's parameters (and their gradients) and buffers."""
-        for _, parameter in self.own:
-            if parameter.device != device:
-                parameter.data = parameter.data.to(device)
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(device)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta and not isinstance(buffer, Phantom):
-                    module._buffers[name] = buffer.to(device)
-
-    def own_buffers(self) -> list[Tensor]:
-        """The buffers that this rank holds."""
-        return [buffer for buffer in self.model.buffers() if not buffer.is_meta and not isinstance(buffer, Phantom)]
 
     def close(self) -> None:
         """Give the modules their classes back."""
@@ -218,16 +171,6 @@ class Pipeline(SharedParameters):
 
     # -- putting it together -------------------------------------------------------------------------------------------
 
-    def _refuse_other_cut(self) -> None:
-        gone = [entry for entry, parameter in self.table.own() if isinstance(parameter, ForeignParameter)]
-        if gone:
-            raise ValueError(
-                f"This process gave `{gone[0].name}` and {len(gone) - 1} other parameters of stage {gone[0].stages[0]}"
-                " away when"
-                " the module was cut before, for another number of stages or another partition. Build the module anew"
-                " and load a checkpoint."
-            )
-
     def _measure(self, blocks: str | Sequence[str], context: Context) -> dict[str, float]:
         """Seconds of every unit, as the loss stage's rank of the first copy measures them."""
         names = unit_names(self.model, self.num_stages, blocks)
@@ -241,14 +184,6 @@ class Pipeline(SharedParameters):
             self.tensor.equalize([seconds])
         self.broadcast(seconds)
         return dict(zip(names, seconds.tolist(), strict=True))
-
-    def _agree_on_seed(self) -> int:
-        """A seed that all ranks of all copies have."""
-        seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
-        self.broadcast(seed)
-        self.data.equalize([seed])
-        self.tensor.equalize([seed])
-        return int(seed)
 
 
 def rows_by_rank(schedule: Schedule) -> list[int]:

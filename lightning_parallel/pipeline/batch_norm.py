@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 
 class _Sums:

@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.channel import AnyChannel, AnyReceipt
 from lightning_parallel.pipeline.contract import Contract, Values
 from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.inbox import Inbox
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.stage import StageRun
 from lightning_parallel.pipeline.values import describe
 

@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.goods import Goods
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import ForeignParameter, Leaf, Phantom, PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 from lightning_parallel.pipeline.values import realize
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.goods import Goods, Place
-from lightning_parallel.pipeline.phantom import Leaf, Phantom, bound, version_of
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, bound
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf, version_of
 from lightning_parallel.pipeline.values import realize
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_parallel.pipeline.phantom import Leaf, Phantom, phantoms_in, version_of, with_values
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in, with_values
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf, version_of
 from lightning_parallel.pipeline.values import realize
 
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result

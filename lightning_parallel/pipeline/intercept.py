@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import PLAIN, PhantomError, asks_for_shapes
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.outside import asks_for_shapes
+from lightning_parallel.pipeline.phantoms.phantom import PLAIN
 from lightning_parallel.pipeline.random_streams import behind, own
 
 if TYPE_CHECKING:

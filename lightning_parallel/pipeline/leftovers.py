@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_parallel.pipeline.compiled import replaces_forward
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import PLAIN, PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import PLAIN
 from lightning_parallel.pipeline.values import describe, summon
 
 Attributes = dict[tuple[str, str], Any]  # (submodule, attribute) -> tensors, or their TensorMeta

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.weights import Part, load_noted_into
 from lightning_parallel.pipeline.parameters import ParameterTable, prefixes
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.random_streams import mix
 
 

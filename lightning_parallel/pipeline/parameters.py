@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.partition import Layout
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.payload import to_bytes
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 Held = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]  # name, stages, rows
 

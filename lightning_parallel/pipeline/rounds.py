@@ -27,7 +27,7 @@ from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Values
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.goods import Place
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.stage import StageRun, UnitOutputs
@@ -131,19 +131,12 @@ class Rounds:
             self.cut, seat.stage, microbatch, key, inputs, handed.known, learn=True, again=True,
             keep=[] if skips else None, going=Going(finding=True), made_for=handed.made_for,
         )  # fmt: skip
-        stopped = ""
-        try:
-            run.forward(work.steps[microbatch])
-        except PhantomError as error:
-            if run.is_last or not run.exits:
-                raise
-            stopped = str(error)  # maybe behind all that other stages wait for
-        try:
-            pickle.dumps(run.record)
-        except Exception as error:
-            raise PhantomError(undescribable(seat.stage, "the other stages", error)) from error
-        tensors = {p: leaf for p, leaf in (run.outputs or {}).items() if isinstance(leaf, Tensor)}
-        tensors = tensors if skips else {p: leaf for p, leaf in tensors.items() if isinstance(p, int)}
+        stopped = _go_as_far(run, work.steps[microbatch])
+        _refuse_undescribable(run)
+        tensors = {
+            place: leaf for place, leaf in (run.outputs or {}).items()
+            if isinstance(leaf, Tensor) and (skips or isinstance(place, int))
+        }  # fmt: skip
         values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
         if seat.departure is not None:
             after = _Handed(values, {**handed.known, **(run.record or {})}, tuple(run.wanted_for))
@@ -189,6 +182,25 @@ class Rounds:
             yield
         finally:
             graphs.is_on = is_on
+
+
+def _go_as_far(run: StageRun, step: Callable[[], Any]) -> str:
+    """Run the step as far as it goes; returns what stopped it, maybe behind all that other stages wait for."""
+    try:
+        run.forward(step)
+    except PhantomError as error:
+        if run.is_last or not run.exits:
+            raise
+        return str(error)
+    return ""
+
+
+def _refuse_undescribable(run: StageRun) -> None:
+    """What a stage's units return is told to all ranks."""
+    try:
+        pickle.dumps(run.record)
+    except Exception as error:
+        raise PhantomError(undescribable(run.stage, "the other stages", error)) from error
 
 
 def _hand(departure: Departure, handed: _Handed, tensors: Mapping[Place, Tensor]) -> None:

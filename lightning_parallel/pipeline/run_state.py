@@ -14,7 +14,9 @@ from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.entry import Entry
 from lightning_parallel.pipeline.exit import Exit
 from lightning_parallel.pipeline.goods import Goods, Place
-from lightning_parallel.pipeline.phantom import Leaf, Phantom, PhantomError, phantoms_in
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 

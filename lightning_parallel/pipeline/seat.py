@@ -7,7 +7,7 @@ backward, and drops it when the backward is done. Which seat acts when is the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.boundary import Arrival, Departure
 from lightning_parallel.pipeline.calls import ONCE
+from lightning_parallel.pipeline.contract import Contract
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.goods import Place
@@ -78,10 +79,9 @@ class Seat(Receiving):
 
     def forward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> Any:
         """F: run the step as this stage; `ready` is called when what it needs is there. Returns the step's result."""
-        m = action.microbatch
+        m, signature = action.microbatch, work.signatures[action.microbatch]
         held = self._receive(action, work)
         ready()
-        signature = work.signatures[m]
         contract = held.came[0][1] if held.came else None
         ahead = self.departure.agreed(signature) if self.departure is not None else None
         if any(of is not None and of.is_void for of in (contract, ahead)):
@@ -89,31 +89,35 @@ class Seat(Receiving):
         if self.cut.graphs is not None:
             self.cut.graphs.enter(signature)
         learn = self._learns(signature, work.training)
-        key = self.cut.streams.begin(work.batch, m)
-        values, going = held.inbox.values, ONCE if ahead is None else ahead.going
-        units = contract.units if contract is not None else ahead.units if ahead is not None else {}
-        if self.keep_received:
-            self.received[m] = ({position: value.detach().clone() for position, value in values.items()}, units)
         held.again = self.cut.recomputes_stage(self.stage) and work.training and not learn
-        if held.again:  # the first run may write into what came in
-            values = {position: value.detach().clone() for position, value in values.items()}
-        keep = self._to_keep(signature)
-        with torch.no_grad() if held.again else nullcontext():
-            run = self.run_type(self.cut, self.stage, m, key, values, units, learn, keep=keep, going=going)
-            try:
+        try:
+            with torch.no_grad() if held.again else nullcontext():
+                run = self._first_run(m, held, work, ahead, learn)
                 result = run.forward(work.steps[m])
-            except CalledAgain:
-                is_new = learn if contract is None else contract.needed is None
-                if not work.may_begin_anew or not is_new:
-                    raise
-                return self._go_without(m, held, work)
+        except CalledAgain:
+            is_new = learn if contract is None else contract.needed is None
+            if not work.may_begin_anew or not is_new:
+                raise
+            return self._go_without(m, held, work)
         held.run = run
-        for departure in self.targets(signature):
-            held.left.append((departure, departure.send(run, signature)))
+        held.left = [(departure, departure.send(run, signature)) for departure in self.targets(signature)]
         if self.arrival is not None and contract is not None:
             self.arrival.answer(run, contract)
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
+
+    def _first_run(self, microbatch: int, held: Held, work: StepWork, ahead: Contract | None, learn: bool) -> StageRun:
+        """The run of a forward, with what came in; `ahead`: what is agreed with the stage after."""
+        contract, values = held.came[0][1] if held.came else ahead, held.inbox.values
+        units = {} if contract is None else contract.units
+        going = ONCE if ahead is None else ahead.going
+        if self.keep_received:
+            self.received[microbatch] = (_copied(values), units)
+        if held.again:  # the first run may write into what came in
+            values = _copied(values)
+        key = self.cut.streams.begin(work.batch, microbatch)
+        keep = self._to_keep(work.signatures[microbatch])
+        return self.run_type(self.cut, self.stage, microbatch, key, values, units, learn, keep=keep, going=going)
 
     def _learns(self, signature: Hashable, training: bool) -> bool:
         """Whether a run has to describe what this stage's units return."""
@@ -208,3 +212,7 @@ class Seat(Receiving):
         if receipts is None:
             receipts = self._post_gradients(action, held)
         return [gradient for receipt in receipts for gradient in receipt.wait()]
+
+
+def _copied(values: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    return {place: value.detach().clone() for place, value in values.items()}

@@ -26,13 +26,8 @@ from lightning_parallel.pipeline.calls import ONCE, nth
 from lightning_parallel.pipeline.entry import NotSent
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import (
-    Overwritten,
-    Phantom,
-    PhantomError,
-    Unread,
-    phantoms_in,
-)
+from lightning_parallel.pipeline.phantoms.errors import Overwritten, PhantomError, Unread
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
 from lightning_parallel.pipeline.run_state import UnitOutputs
 from lightning_parallel.pipeline.unit_calls import CalledAgain, StepCut, UnitCalls
 

@@ -22,7 +22,8 @@ from lightning_parallel.pipeline.leftovers import (
     left_behind,
     tensor_attributes,
 )
-from lightning_parallel.pipeline.phantom import PhantomError, version_of
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.stand_in import version_of
 from lightning_parallel.pipeline.random_streams import repeated
 from lightning_parallel.pipeline.run_state import RunState
 from lightning_parallel.pipeline.values import describe, summon

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_parallel.pipeline.phantom import Leaf, Phantom, Recipe, phantoms_in, version_of, with_values
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in, with_values
+from lightning_parallel.pipeline.phantoms.stand_in import Leaf, Recipe, version_of
 
 
 @dataclass(frozen=True)

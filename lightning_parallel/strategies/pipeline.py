@@ -41,7 +41,7 @@ from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupp
 from lightning_parallel.trainer.repeats import Repeats
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class PipelineStrategy(PipelineBuilding):
@@ -168,21 +168,31 @@ class PipelineStrategy(PipelineBuilding):
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)
         cut_copies(trainer, self.lightning_module, self.pipeline.table, self.tensor, self._whole)
-        pipeline = self.pipeline
-        shares = pipeline.cut.layout.shares
+        self._prepare_steps(self.lightning_module)
+        share_generators(self.broadcast)
+        self._set_up_states(trainer)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if self.lightning_module.example_input_array is not None:
+            self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
+
+    def _prepare_steps(self, module: LightningModule) -> None:
+        """What goes along with the steps of the pipeline, which is assembled."""
+        pipeline, cut = self.pipeline, self.pipeline.cut
         self.stats = PipelineStats(
-            self._full_schedule(), pipeline.first_ranks, pipeline.clock, pipeline.all_gather_of_first, shares,
-            pipeline.row,
+            self._full_schedule(), pipeline.first_ranks, pipeline.clock, pipeline.all_gather_of_first,
+            cut.layout.shares, pipeline.row,
         )  # fmt: skip
         add_up = pipeline.add_up_over_holders if pipeline.num_replicas > 1 else None
-        self._batch_norm = DeferredBatchNorm(self.lightning_module, self.pipeline.cut, add_up)
+        self._batch_norm = DeferredBatchNorm(module, cut, add_up)
         self.directions = Directions(pipeline)
-        self._metrics = StepMetrics(self.lightning_module, self.pipeline)
-        self.repeats = Repeats(self.lightning_module, pipeline, self.metrics, possible=not self.dynamic_shapes)
+        self._metrics = StepMetrics(module, pipeline)
+        self.repeats = Repeats(module, pipeline, self.metrics, possible=not self.dynamic_shapes)
         self._loss_scale = LossScale(self.precision_plugin, self._sum_over_parts, self.root_device)
-        self.spreader = LogSpreader(self.pipeline, self.metrics.hear)
+        self.spreader = LogSpreader(pipeline, self.metrics.hear)
         self._loss_checked = False
-        share_generators(self.broadcast)
+
+    def _set_up_states(self, trainer: Trainer) -> None:
+        """Optimizers, where there is training, and what the precision needs."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._reset_optimizers_and_schedulers()
         if fitting:
@@ -190,9 +200,6 @@ class PipelineStrategy(PipelineBuilding):
         self.setup_precision_plugin()
         if fitting:
             self._states_to_device()
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        if self.lightning_module.example_input_array is not None:
-            self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then leave each group this rank's parameters."""

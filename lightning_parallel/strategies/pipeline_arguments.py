@@ -1,9 +1,13 @@
-"""What `PipelineStrategy`'s arguments have to be."""
+"""What `PipelineStrategy`'s arguments have to be.
+
+The one idea: a table of rules, one an argument, each in sight of all arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
@@ -17,74 +21,64 @@ if TYPE_CHECKING:
     from lightning_parallel.strategies.pipeline import PipelineStrategy
 
 LossWeight = Callable[[Any], "float | Tensor"]
-_PARTITION_WORDS = '"parameters", "flops", "time", "count" or a list with the number of blocks of each stage'
 
 
 def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path | Schedule) -> None:
     """Raise for the first of a strategy's attributes that is not right, or for what was given as its schedule."""
+    given = SimpleNamespace(**{**vars(strategy), "schedule": schedule})
     refuse_arguments(
-        strategy,
-        schedule=(schedule, isinstance(schedule, (str, Path, Schedule)), "a name, a path or a Schedule"),
-        num_microbatches=(
-            strategy.num_microbatches,
-            strategy.num_microbatches is None or is_count(strategy.num_microbatches, 1),
-            "at least 1",
-        ),
-        blocks=(
-            strategy.blocks,
-            isinstance(strategy.blocks, str) or all_are(strategy.blocks, str),
-            '"auto", a name or names',
-        ),
-        partition=(
-            strategy.partition,
-            strategy.partition in PARTITIONS or all_are(strategy.partition, int),
-            _PARTITION_WORDS,
-        ),
-        stages=(
-            strategy.stages,
-            strategy.stages is None
-            or (isinstance(strategy.stages, Mapping) and all(isinstance(n, int) for n in strategy.stages.values())),
-            "a mapping of names to numbers of stages",
-        ),
-        loss_weight=(
-            strategy.loss_weight,
-            strategy.loss_weight is None or callable(strategy.loss_weight),
-            "a function of a micro-batch",
-        ),
-        memory_limit=(
-            strategy.memory_limit,
-            strategy.memory_limit is None or (is_positive(strategy.memory_limit) and schedule == "auto"),
-            'a number of bytes above 0, with schedule="auto"',
-        ),
-        check_loss=(strategy.check_loss, isinstance(strategy.check_loss, bool), "True or False"),
-        dynamic_shapes=(strategy.dynamic_shapes, isinstance(strategy.dynamic_shapes, bool), "True or False"),
-        skip_connections=(
-            strategy.skip_connections,
-            isinstance(strategy.skip_connections, bool) and not (strategy.skip_connections and strategy.dynamic_shapes),
-            "True or False, and False with dynamic_shapes=True",
-        ),
-        receive_ahead=(
-            strategy.receive_ahead,
-            strategy.receive_ahead is None or is_count(strategy.receive_ahead, 0),
-            "a number of actions, 0 or more",
-        ),
-        recompute=(strategy.recompute, strategy.recompute in get_args(Recompute), '"none", "block" or "stage"'),
-        cuda_graphs=(
-            strategy.cuda_graphs,
-            isinstance(strategy.cuda_graphs, bool)
-            and not (strategy.cuda_graphs and (strategy.dynamic_shapes or strategy.recompute != "none")),
-            'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
-        ),
-        slices=(
-            strategy.slices,
-            strategy.slices is None
-            or is_count(strategy.slices, 1)
-            or (isinstance(strategy.slices, Sequence) and are_counts(strategy.slices, 1)),
-            "a number of slices, or a list with the tokens of each, 1 or more",
-        ),
-        data_parallel_size=(
-            strategy.data_parallel_size,
-            is_count(strategy.data_parallel_size, 1),
-            "a number of copies, 1 or more",
-        ),
+        strategy, **{name: (getattr(given, name), right(given), needed) for name, (right, needed) in _RULES.items()}
     )
+
+
+def _are_stages(stages: Any) -> bool:
+    return isinstance(stages, Mapping) and all(isinstance(stage, int) for stage in stages.values())
+
+
+def _are_slices(slices: Any) -> bool:
+    return is_count(slices, 1) or (isinstance(slices, Sequence) and are_counts(slices, 1))
+
+
+def _may_skip(given: Any) -> bool:
+    skips = given.skip_connections
+    return isinstance(skips, bool) and not (skips and given.dynamic_shapes)
+
+
+def _may_capture(given: Any) -> bool:
+    graphs = given.cuda_graphs
+    return isinstance(graphs, bool) and not (graphs and (given.dynamic_shapes or given.recompute != "none"))
+
+
+# {argument: (whether it is right, what it has to be)}
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "schedule": (lambda x: isinstance(x.schedule, (str, Path, Schedule)), "a name, a path or a Schedule"),
+    "num_microbatches": (lambda x: x.num_microbatches is None or is_count(x.num_microbatches, 1), "at least 1"),
+    "blocks": (lambda x: isinstance(x.blocks, str) or all_are(x.blocks, str), '"auto", a name or names'),
+    "partition": (
+        lambda x: x.partition in PARTITIONS or all_are(x.partition, int),
+        '"parameters", "flops", "time", "count" or a list with the number of blocks of each stage',
+    ),
+    "stages": (lambda x: x.stages is None or _are_stages(x.stages), "a mapping of names to numbers of stages"),
+    "loss_weight": (lambda x: x.loss_weight is None or callable(x.loss_weight), "a function of a micro-batch"),
+    "memory_limit": (
+        lambda x: x.memory_limit is None or (is_positive(x.memory_limit) and x.schedule == "auto"),
+        'a number of bytes above 0, with schedule="auto"',
+    ),
+    "check_loss": (lambda x: isinstance(x.check_loss, bool), "True or False"),
+    "dynamic_shapes": (lambda x: isinstance(x.dynamic_shapes, bool), "True or False"),
+    "skip_connections": (_may_skip, "True or False, and False with dynamic_shapes=True"),
+    "receive_ahead": (
+        lambda x: x.receive_ahead is None or is_count(x.receive_ahead, 0),
+        "a number of actions, 0 or more",
+    ),
+    "recompute": (lambda x: x.recompute in get_args(Recompute), '"none", "block" or "stage"'),
+    "cuda_graphs": (
+        _may_capture,
+        'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
+    ),
+    "slices": (
+        lambda x: x.slices is None or _are_slices(x.slices),
+        "a number of slices, or a list with the tokens of each, 1 or more",
+    ),
+    "data_parallel_size": (lambda x: is_count(x.data_parallel_size, 1), "a number of copies, 1 or more"),
+}

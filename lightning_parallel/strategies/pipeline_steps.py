@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.phantom import PhantomError, shapes_only
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stats import PipelineStats

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.leftovers import Attributes, is_same, tensor_attributes
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.stage import StepCut
 
 Where = tuple[str, str]  # submodule, attribute

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError, phantoms_in
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
 from lightning_parallel.trainer.logged_metrics import LoggedMetrics, OfOneMicrobatch
 from lightning_parallel.trainer.metric_refusals import metrics_of, refuse_metrics
 from lightning_parallel.trainer.metric_replay import MetricReplay, Update, state_of

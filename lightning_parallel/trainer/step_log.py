@@ -21,7 +21,8 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.pipeline.microbatch import weighted_sum
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.trainer.logged_metrics import Given
 from lightning_parallel.trainer.metrics import StepMetrics
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import Case, assert_parity, on_stages
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.demo import GPT
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from tests.trainer.modules import token_loader
 from tests.trainer.pipelines import LOSS, WEIGHTS, Case, assert_same, failure_of, many_on_stages, one_process
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_parallel.callbacks import CommunicationMonitor, MemoryMonitor
 from lightning_parallel.demo.gpt import GPT, Block
 from lightning_parallel.measure.memory_reading import STATES
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind
 from lightning_parallel.zero.closed import Closed
 from tests.trainer.hybrids import Mesh, gpt_case, on_meshes

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel import load_weights
 from lightning_parallel.demo.gpt import GPT
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.pipelines import Record, one_process
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parallel.demo import GPT, HuggingFaceLM
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import make
 from lightning_parallel.strategies import PipelineStrategy

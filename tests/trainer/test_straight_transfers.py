@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_parallel import CommunicationMonitor
-from lightning_parallel.pipeline.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_dataset, row_loader
 from tests.trainer.pipelines import Case, Record, assert_same, many_on_stages, on_stages, one_process
 from tests.trainer.test_skip_connections import BLOCKS, SKIP, Auxiliary, EncoderDecoder, TwoViews, UNet

@@ -15,7 +15,8 @@ from lightning_parallel.measure.memory import CATEGORIES, MemoryMeter, RankMemor
 from lightning_parallel.measure.memory_picture import COLOURS, draw_memory
 from lightning_parallel.measure.memory_reading import MemoryReading, Promise
 from lightning_parallel.measure.storages import count_bytes
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.schedules import make
 from tests.unit.test_pictures import channels, colours_of
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.phantom import ForeignParameter, Phantom, PhantomError, bound, shapes_only
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
+from lightning_parallel.pipeline.phantoms.outside import shapes_only
+from lightning_parallel.pipeline.phantoms.phantom import Phantom, bound
 from lightning_parallel.pipeline.values import TensorMeta, describe, realize, summon
 
 CPU = torch.device("cpu")

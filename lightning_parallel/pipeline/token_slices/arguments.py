@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 
 
 def length_of(block: str, arguments: Any) -> int:

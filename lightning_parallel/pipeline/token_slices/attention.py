@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 
 KeysAndValues = list[tuple[Tensor, Tensor]]  # of every attention in a block, in the order of their calls
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline.intercept import Hook
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError, version_of
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
+from lightning_parallel.pipeline.phantoms.stand_in import version_of
 from lightning_parallel.pipeline.random_streams import mix
 
 

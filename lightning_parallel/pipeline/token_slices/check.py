@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.leftovers import is_hooked
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.snapshot import untouched
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of, refuse_ahead

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_parallel.pipeline.goods import Place
-from lightning_parallel.pipeline.phantom import Phantom, PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.arguments import cut, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention

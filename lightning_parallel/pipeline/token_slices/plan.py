@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.partition import Unit
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.snapshot import untouched
 from lightning_parallel.pipeline.stage import StageRun, StepCut
 from lightning_parallel.pipeline.token_slices.call import BlockCall, Surroundings

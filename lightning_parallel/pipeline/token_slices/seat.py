@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox
 from lightning_parallel.pipeline.calls import ONCE
 from lightning_parallel.pipeline.channel import AnyReceipt
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.stage import UnitOutputs

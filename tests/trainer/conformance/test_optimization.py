@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.phantom import ForeignParameter
+from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from tests.trainer.conformance.runs import Run, Suite, core
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
 
