@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.collectives import average_together
 from lightning_parallel.zero.deepspeed_states import Fragment
 from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.ranks import Ranks
 
 
 class Update:
@@ -25,22 +27,28 @@ class Update:
     Args:
         fragments: this rank's, by parameter.
         used: parameters that have a gradient on any rank.
+        ranks: among whom states are divided, and who holds the same parts elsewhere.
         clip: the norm to which gradients are scaled down; 0 leaves them.
         unscale: what gradients are multiplied by before, 0-D; None leaves them.
     """
 
     def __init__(
-        self, fragments: Mapping[nn.Parameter, Fragment], used: Collection[nn.Parameter], clip: float = 0.0,
-        unscale: Tensor | None = None,
+        self, fragments: Mapping[nn.Parameter, Fragment], used: Collection[nn.Parameter], ranks: Ranks,
+        clip: float = 0.0, unscale: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.fragments = [fragment for parameter, fragment in fragments.items() if parameter in used]
-        self.clip, self.factor = clip, unscale
+        self.ranks, self.clip, self.factor = ranks, clip, unscale
+
+    def average(self, inner: Any, device: torch.device, message_bytes: int) -> None:
+        """Average over groups, part by part, when DeepSpeed has reduced all gradients within groups. Collective."""
+        if self.ranks.num_replicas > 1:
+            average_together(self._reduced(inner), self.ranks.replicas, message_bytes, device)
 
     def measure(self, inner: Any, device: torch.device) -> None:
-        """Find what gradients are scaled by, when DeepSpeed has reduced them all. Collective, if they are clipped."""
+        """Find what averaged gradients are scaled by. Collective, if they are clipped."""
         if not self.clip:
             return
-        norm = joined_norm(self._reduced(inner), [], 2.0, None, device)
+        norm = joined_norm(self._reduced(inner), [], 2.0, self.ranks.group, device)
         if self.factor is not None:
             norm = norm * self.factor.to(device)
         clip = (self.clip / (norm + 1e-6)).clamp(max=1.0)
