@@ -24,7 +24,7 @@ from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
 from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
-from lightning_parallel.zero.deepspeed_update import Update
+from lightning_parallel.zero.deepspeed_update import Update, replace_norms
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
 from lightning_parallel.zero.ranks import Ranks
@@ -73,7 +73,7 @@ class DeepSpeedEngine(DividedModule):
         if self.optimizer is not None:
             self._take_over(self.optimizer)
             self._handover = self._ordered(waiting) if options.stage == 2 else None
-            self._leave_norms_to_us()
+            replace_norms(self.inner, options.stage, self._measured)
 
     def _ordered(self, waiting: Waiting) -> Handover:
         """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
@@ -83,20 +83,11 @@ class DeepSpeedEngine(DividedModule):
         self.inner.process_gradients = lambda parameter, group: handover.made(parameter)
         return handover
 
-    def _leave_norms_to_us(self) -> None:
+    def _measured(self) -> Tensor:
         """Where DeepSpeed asks for the norm of gradients it gets 1; `Update` has the norm."""
-
-        def measured(norm_type: int = 2) -> Tensor:
-            assert self._update is not None
-            self._update.average(self.inner, self.device, self.options.bucket_bytes)
-            self._update.measure(self.inner, self.device)
-            return torch.ones((), device=self.device)
-
-        if self.options.stage < 3:
-            self.inner.scaled_global_norm, self.inner.check_grad_overflow = measured, False
-        else:
-            self.inner._get_norm_groups = lambda: [measured()]
-            self.inner.check_overflow = lambda: None
+        assert self._update is not None
+        self._update.measure(self.inner, self.device, self.options.bucket_bytes)
+        return torch.ones((), device=self.device)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """The optimizer's own methods become DeepSpeed's; its groups hold DeepSpeed's vectors from now on."""

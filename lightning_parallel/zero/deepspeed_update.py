@@ -39,13 +39,16 @@ class Update:
         self.fragments = [fragment for parameter, fragment in fragments.items() if parameter in used]
         self.ranks, self.clip, self.factor = ranks, clip, unscale
 
-    def average(self, inner: Any, device: torch.device, message_bytes: int) -> None:
-        """Average over groups, part by part, when DeepSpeed has reduced all gradients within groups. Collective."""
+    def measure(self, inner: Any, device: torch.device, message_bytes: int) -> None:
+        """Average between groups what DeepSpeed has reduced within each, and find what it is scaled by. Collective.
+
+        Args:
+            inner: DeepSpeed's optimizer.
+            device: where this rank computes.
+            message_bytes: up to how many are averaged at a time.
+        """
         if self.ranks.num_replicas > 1:
             average_together(self._reduced(inner), self.ranks.replicas, message_bytes, device)
-
-    def measure(self, inner: Any, device: torch.device) -> None:
-        """Find what averaged gradients are scaled by. Collective, if they are clipped."""
         if not self.clip:
             return
         norm = joined_norm(self._reduced(inner), [], 2.0, self.ranks.group, device)
@@ -84,6 +87,14 @@ class Update:
             gradient.mul_(self.factor.to(gradient.device))
         fragment.segment.grad = gradient
         return fragment.segment
+
+
+def replace_norms(inner: Any, stage: int, measured: Callable[[], Tensor]) -> None:
+    """Let DeepSpeed's optimizer ask `measured` for the norm of gradients, and nobody whether they are finite."""
+    if stage < 3:
+        inner.scaled_global_norm, inner.check_grad_overflow = lambda norm_type=2: measured(), False
+    else:
+        inner._get_norm_groups, inner.check_overflow = lambda: [measured()], lambda: None
 
 
 def _gradient(fragment: Fragment) -> Tensor | None:
