@@ -1,7 +1,6 @@
 """States divided within groups of neighbours and held alike by every group, by every engine."""
 
 import os
-
 from pathlib import Path
 from typing import Any
 
