@@ -66,10 +66,6 @@ def refuse_zero_arguments(strategy: Any, engine: Engine, **given: Any) -> None:
         ),
         prefetch=(given["prefetch"], given["prefetch"] in get_args(Prefetch), '"none", "forward" or "both"'),
         bucket_mb=(bucket_mb, is_positive(bucket_mb) and isfinite(bucket_mb), "a size above 0"),
-        shard_size=(
-            shard_size,
-            shard_size is None or (is_count(shard_size, 1) and engine != "deepspeed"),
-            'a number of ranks, 1 or more, with engine="native" or "fsdp2"',
-        ),
+        shard_size=(shard_size, shard_size is None or is_count(shard_size, 1), "a number of ranks, 1 or more"),
         **{name: (given[name], isinstance(given[name], bool), "True or False") for name in _SWITCHES},
     )  # fmt: skip

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {
     "32-true": torch.float32, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     nbytes = max(1, int(strategy.bucket_mb * 2**20))
     options = DeepSpeedOptions(strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload)
     engine = DeepSpeedEngine(
-        module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked
+        module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked, strategy._ranks()
     )
     engine.broadcast_buffers = strategy.broadcast_buffers
     return engine
@@ -76,7 +77,7 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
     if precision not in _DTYPES:
         known = ", ".join(f'"{name}"' for name in _DTYPES)
         raise ValueError(f'ZeROStrategy(engine="deepspeed") runs with precision={known}, not {precision!r}.')
-    if precision == "bf16-true" and not strategy.master_weights:
+    if precision in ("bf16-true", "16-true") and not strategy.master_weights:
         raise ValueError(
             'ZeROStrategy(engine="deepspeed", master_weights=False): DeepSpeed always updates a copy of 32 bits. Leave'
             ' master_weights out, or use engine="native".'

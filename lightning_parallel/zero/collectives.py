@@ -6,6 +6,7 @@ scattered or gathered, whatever a backend sends for it (gloo reduces and scatter
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,34 @@ def average(tensor: Tensor, group: Any, traffic: Traffic) -> None:
     """Average in place over the ranks of a group."""
     traffic.note("all_reduce", tensor.nbytes)
     dist.all_reduce(tensor.div_(dist.get_world_size(group)), group=group)
+
+
+def average_together(tensors: Iterable[Tensor], group: Any, message_bytes: int, device: torch.device) -> None:
+    """Average in place over the ranks of a group, in messages of so many bytes or of one tensor.
+
+    Args:
+        tensors: alike on all ranks in number, shape and dtype; on the device or the host.
+        group: whose ranks average.
+        message_bytes: up to how many neighbours of one dtype are sent together.
+        device: where the group's messages lie.
+    """
+    for alike in _messages(tensors, message_bytes):
+        together = torch.cat([tensor.reshape(-1) for tensor in alike]).to(device)
+        average(together, group, Traffic())
+        parts = zip(_split_as(together, alike), alike, strict=True)
+        torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in parts])
+
+
+def _messages(tensors: Iterable[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to so many bytes."""
+    message: list[Tensor] = []
+    for tensor in tensors:
+        if message and (message[0].dtype != tensor.dtype or sum(t.nbytes for t in (*message, tensor)) > nbytes):
+            yield message
+            message = []
+        message.append(tensor)
+    if message:
+        yield message
 
 
 def broadcast_all(tensors: list[Tensor], group: Any, source: int) -> None:

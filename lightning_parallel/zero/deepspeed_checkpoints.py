@@ -30,6 +30,7 @@ from lightning_parallel.zero.deepspeed_states import (
 )
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.state import Gather, host_copy, join_pieces
 
 Groups = list[list[nn.Parameter]]
@@ -43,14 +44,18 @@ class DividedStates:
         optimizer: the one that trains it, None where nothing trains.
         options: what DeepSpeed was asked for.
         control: a group for host tensors of all ranks.
+        ranks: among whom states are divided, and who holds the same parts elsewhere.
     """
 
     deepspeed: Any  # its engine, once it has divided them
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, options: DeepSpeedOptions, control: Any) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, options: DeepSpeedOptions, control: Any, ranks: Ranks
+    ) -> None:
         self.module, self.optimizer, self.options, self.control = module, optimizer, options, control
         self.groups: Groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         self._released = False
+        self.ranks, self._tells = ranks, not ranks.replica  # other replicas hold the same
         self._saved: tuple[Any, Any] | None = None
         self._masters: dict[str, Any] = {}
         self._model: dict[str, dict[str, Any]] | None = None
@@ -85,7 +90,7 @@ class DividedStates:
         state = module.state_dict()
         if self.options.stage < 3 or self._released:
             return {name: host_copy(value) for name, value in state.items()}
-        parts = gather(self._sharded_pieces())
+        parts = gather(self._sharded_pieces() if self._tells else {})
         if parts is None:
             return {}
         joined = join_pieces(parts)
@@ -93,7 +98,7 @@ class DividedStates:
 
     def _sharded_pieces(self) -> dict[str, dict[str, Any]]:
         """Stage 3: this rank's part of every parameter, by all of its names."""
-        rank, named = self.deepspeed.global_rank, self.module.named_parameters(remove_duplicate=False)
+        rank, named = self.ranks.rank, self.module.named_parameters(remove_duplicate=False)
         found = {clean_name(name): sharded_piece(parameter, rank) for name, parameter in named}
         return {name: {"value": piece} for name, piece in found.items() if piece is not None}
 
@@ -101,7 +106,9 @@ class DividedStates:
         """This rank's pieces of the model's state, in 32 bits where the optimizer updates 32 bits."""
         if self._model is not None:
             return self._model
-        ranks, rank = self.deepspeed.world_size, self.deepspeed.global_rank
+        if not self._tells:
+            return {}
+        ranks, rank = self.ranks.size, self.ranks.rank
         masters = self._own_masters()
         trained = {p for group in self.groups for p in group if p.requires_grad}
         copied = {clean_name(n) for n, p in module.named_parameters() if p in trained} if self._has_masters else set()
@@ -121,7 +128,7 @@ class DividedStates:
 
     def _own_masters(self) -> dict[str, dict[str, Any]]:
         """This rank's part of the 32-bit copies of parameters, by the parameters' names."""
-        if not self._has_masters:
+        if not (self._has_masters and self._tells):
             return {}
         names, fragments = {p: clean_name(n) for n, p in self.module.named_parameters()}, self.fragments
         return {names[p]: {"master": fragment.piece(fragment.flat)} for p, fragment in fragments.items()}
@@ -132,7 +139,7 @@ class DividedStates:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
             return
         fragments = self.fragments if self.optimizer is not None else {}
-        load_divided(module, checkpoint["state_dict"], fragments, self.deepspeed.global_rank, strict)
+        load_divided(module, checkpoint["state_dict"], fragments, self.ranks.rank, strict)
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
@@ -145,7 +152,9 @@ class DividedStates:
 
     def optimizer_pieces(self, optimizer: Optimizer) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """This rank's pieces of the optimizer's state, and its groups."""
-        return self._saved or (pieces_of(optimizer, self._numbered()), self._numbered_groups(optimizer))
+        if self._saved is not None:
+            return self._saved
+        return pieces_of(optimizer, self._numbered()) if self._tells else {}, self._numbered_groups(optimizer)
 
     def _numbered(self) -> dict[int, Fragment]:
         """This rank's fragments by the number that a parameter has in one process's optimizer."""
@@ -206,7 +215,7 @@ class DividedStates:
         gradients in their step; stage 3 keeps them, and the bucket that they pass.
         """
         trained = [p for group in self.groups for p in group if p.requires_grad]
-        size, ranks, stage = self.options.dtype.itemsize, self.deepspeed.world_size, self.options.stage
+        size, ranks, stage = self.options.dtype.itemsize, self.ranks.size, self.options.stage
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         parts = sum(flat.numel() for flat in flat_vectors(self.inner))
         states = ((segment, state) for o in optimizers for segment, state in o.state.items())

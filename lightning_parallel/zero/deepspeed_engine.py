@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,9 +24,10 @@ from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
 from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
-from lightning_parallel.zero.deepspeed_update import Update
+from lightning_parallel.zero.deepspeed_update import Update, replace_norms
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
 
 
@@ -39,6 +41,7 @@ class DeepSpeedEngine(DividedModule):
         options: how.
         local_rank: this process's place on its host.
         control: a group for host tensors of all ranks.
+        ranks: among whom states are divided, and who holds the same parts elsewhere.
         waiting: a context entered while this process is blocked.
 
     Raises:
@@ -54,9 +57,11 @@ class DeepSpeedEngine(DividedModule):
         local_rank: int = 0,
         control: Any = None,
         waiting: Waiting = lambda what: nullcontext(),
+        ranks: Ranks | None = None,
     ) -> None:
         refuse_optimizers(optimizers)
-        super().__init__(module, optimizers[0] if optimizers else None, device, options, control)
+        ranks = ranks or Ranks(dist.get_rank(), dist.get_world_size())
+        super().__init__(module, optimizers[0] if optimizers else None, device, options, control, ranks)
         self.broadcast_buffers = True
         self._clip, self._has_gradients = 0.0, False
         self._unscale: Tensor | None = None
@@ -68,7 +73,7 @@ class DeepSpeedEngine(DividedModule):
         if self.optimizer is not None:
             self._take_over(self.optimizer)
             self._handover = self._ordered(waiting) if options.stage == 2 else None
-            self._leave_norms_to_us()
+            replace_norms(self.inner, options.stage, self._measured)
 
     def _ordered(self, waiting: Waiting) -> Handover:
         """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
@@ -78,18 +83,11 @@ class DeepSpeedEngine(DividedModule):
         self.inner.process_gradients = lambda parameter, group: handover.made(parameter)
         return handover
 
-    def _leave_norms_to_us(self) -> None:
+    def _measured(self) -> Tensor:
         """Where DeepSpeed asks for the norm of gradients it gets 1; `Update` has the norm."""
-
-        def measured(norm_type: int = 2) -> Tensor:
-            assert self._update is not None
-            self._update.measure(self.inner, self.device)
-            return torch.ones((), device=self.device)
-
-        if self.options.stage < 3:
-            self.inner.scaled_global_norm, self.inner.check_grad_overflow = measured, False
-        else:
-            self.inner._get_norm_groups = lambda: [measured()]
+        assert self._update is not None
+        self._update.measure(self.inner, self.device, self.options.bucket_bytes)
+        return torch.ones((), device=self.device)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """The optimizer's own methods become DeepSpeed's; its groups hold DeepSpeed's vectors from now on."""
@@ -103,7 +101,12 @@ class DeepSpeedEngine(DividedModule):
     @property
     def group(self) -> Any:
         """The ranks among which states are divided; None are all."""
-        return None
+        return self.ranks.group
+
+    @property
+    def replicas(self) -> Any:
+        """The ranks that own the same parts elsewhere; None if there are none."""
+        return self.ranks.replicas
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class DeepSpeedEngine(DividedModule):
             return result
         self._curtain.open()
         self._agree_on_gradients()
-        self._update = Update(self.fragments, self._presence.anywhere, self._clip, self._unscale)
+        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
         try:
             if self.options.dtype == torch.float32:
                 self.inner.refresh_fp32_params()  # a hook may have written to the parameters

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.collectives import broadcast_all
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, forget_groups, import_deepspeed
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, Shards, forget_groups, import_deepspeed
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.same_calls import SameCalls
 
@@ -29,20 +31,22 @@ class DividedModule(DividedStates):
     """Hands a module to DeepSpeed, and takes it back.
 
     Args:
-        module, optimizer, device, options, control: see `DeepSpeedEngine`.
+        module, optimizer, device, options, control, ranks: see `DeepSpeedEngine`.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer | None, device: torch.device, options: DeepSpeedOptions,
-        control: Any,
+        control: Any, ranks: Ranks,
     ) -> None:  # fmt: skip
-        super().__init__(module, optimizer, options, control)
+        super().__init__(module, optimizer, options, control, ranks)
         self.device = device
         self._calls: SameCalls | None = None
         self._nesting: list[nn.TransformerEncoder] = []
 
     def initialize(self, local_rank: int, waiting: Waiting) -> None:
         """Let DeepSpeed divide; all ranks get the first one's parameters. Collective."""
+        if self.ranks.num_replicas > 1:  # DeepSpeed gives each group the parameters of its own first rank
+            broadcast_all([parameter.detach() for parameter in self.module.parameters()], None, 0)
         self._footprints = Footprints(self.module.modules())
         self._marks = {parameter: set(vars(parameter)) for parameter in self.module.parameters()}
         self.deepspeed = self._initialize(local_rank)
@@ -90,6 +94,7 @@ class DividedModule(DividedStates):
             model=self.module,
             optimizer=self.optimizer,
             model_parameters=[p for group in self.groups for p in group] if self.groups else [],
+            mpu=Shards(self.ranks) if self.ranks.num_replicas > 1 else None,
             config=self.options.configuration(self.device),
             dist_init_required=False,
         )

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_parallel.zero.ranks import Ranks
+
 _PERSISTENT = 100_000  # elements: stage 3 keeps smaller parameters whole, unless buckets are small themselves
 
 
@@ -76,9 +78,44 @@ class DeepSpeedOptions:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.dtype == torch.bfloat16, "check_grad_overflow": False},
+            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": 1.0},  # 0 would be a scale of its own
             "zero_optimization": zero,
             "steps_per_print": 1 << 60,
         }
+
+
+class Shards:
+    """Tells DeepSpeed, as the `mpu` that it asks, among whom it divides: one group of neighbours, no part of a model.
+
+    Args:
+        ranks: the neighbours, in a group of their own.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def get_data_parallel_group(self) -> Any:
+        """The neighbours."""
+        return self.ranks.group
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.ranks.size
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.rank
+
+    def get_model_parallel_group(self) -> None:
+        """Nobody holds another part of the model."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """So it is this rank alone."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """The first of one."""
+        return 0
 
 
 def refuse_missing() -> None:
@@ -111,6 +148,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
         # Compiled at every first start, and used by its inference alone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Its answer is whether oneDNN is fast with float16; PyTorch computes with it on any CPU.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
 
 

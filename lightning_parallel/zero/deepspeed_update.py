@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.collectives import average_together
 from lightning_parallel.zero.deepspeed_states import Fragment
 from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.ranks import Ranks
 
 
 class Update:
@@ -25,22 +27,31 @@ class Update:
     Args:
         fragments: this rank's, by parameter.
         used: parameters that have a gradient on any rank.
+        ranks: among whom states are divided, and who holds the same parts elsewhere.
         clip: the norm to which gradients are scaled down; 0 leaves them.
         unscale: what gradients are multiplied by before, 0-D; None leaves them.
     """
 
     def __init__(
-        self, fragments: Mapping[nn.Parameter, Fragment], used: Collection[nn.Parameter], clip: float = 0.0,
-        unscale: Tensor | None = None,
+        self, fragments: Mapping[nn.Parameter, Fragment], used: Collection[nn.Parameter], ranks: Ranks,
+        clip: float = 0.0, unscale: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.fragments = [fragment for parameter, fragment in fragments.items() if parameter in used]
-        self.clip, self.factor = clip, unscale
+        self.ranks, self.clip, self.factor = ranks, clip, unscale
 
-    def measure(self, inner: Any, device: torch.device) -> None:
-        """Find what gradients are scaled by, when DeepSpeed has reduced them all. Collective, if they are clipped."""
+    def measure(self, inner: Any, device: torch.device, message_bytes: int) -> None:
+        """Average between groups what DeepSpeed has reduced within each, and find what it is scaled by. Collective.
+
+        Args:
+            inner: DeepSpeed's optimizer.
+            device: where this rank computes.
+            message_bytes: up to how many are averaged at a time.
+        """
+        if self.ranks.num_replicas > 1:
+            average_together(self._reduced(inner), self.ranks.replicas, message_bytes, device)
         if not self.clip:
             return
-        norm = joined_norm(self._reduced(inner), [], 2.0, None, device)
+        norm = joined_norm(self._reduced(inner), [], 2.0, self.ranks.group, device)
         if self.factor is not None:
             norm = norm * self.factor.to(device)
         clip = (self.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -76,6 +87,14 @@ class Update:
             gradient.mul_(self.factor.to(gradient.device))
         fragment.segment.grad = gradient
         return fragment.segment
+
+
+def replace_norms(inner: Any, stage: int, measured: Callable[[], Tensor]) -> None:
+    """Let DeepSpeed's optimizer ask `measured` for the norm of gradients, and nobody whether they are finite."""
+    if stage < 3:
+        inner.scaled_global_norm, inner.check_grad_overflow = lambda norm_type=2: measured(), False
+    else:
+        inner._get_norm_groups, inner.check_overflow = lambda: [measured()], lambda: None
 
 
 def _gradient(fragment: Fragment) -> Tensor | None:

@@ -12,10 +12,10 @@ from lightning_parallel.strategies import ZeROStrategy
 from lightning_parallel.zero.accounting import bytes_by_kind
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from tests.trainer.modules import Classifier, row_dataset
-from tests.trainer.pipelines import BF16
+from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, Logs, LogsUnderSgd
-from tests.trainer.test_zero_checkpoints import Model, Small, assert_like, evaluates, run, saves
-from tests.trainer.test_zero_measured import MODELS
+from tests.trainer.test_zero_checkpoints import Small, Trained, assert_like, evaluates, run, saves
+from tests.trainer.test_zero_measured import MODELS, TIED
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
 
@@ -91,12 +91,16 @@ def test_every_stage_as_under_ddp(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", BF16), ("16-true", HALF)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_parameters_with_copies_of_32_bits(stage: int):
-    options = {"max_epochs": 1, "precision": "bf16-true", "gradient_clip_val": 0.1}
-    theirs, ours = on_ranks([(Fit(Classifier, options), zero(2)), (Fit(Classifier, options), deepspeed(stage))], 2)
-    torch.testing.assert_close(ours[0].losses, theirs[0].losses, **BF16)
-    torch.testing.assert_close(ours[0].weights, theirs[0].weights, **BF16)
+def test_16_bit_parameters_with_copies_of_32_bits(stage: int, precision: str, tolerance: Any):
+    """As the native engine's, and without a loss scale: Lightning has none for precision="16-true"."""
+    options = {"max_epochs": 1, "precision": precision, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    run = Fit(Classifier, options)
+    theirs, *ours = on_ranks([(run, zero(2)), (run, deepspeed(stage)), (run, deepspeed(stage, offload=True))], 2)
+    for results in ours:
+        torch.testing.assert_close(results[0].losses, theirs[0].losses, **tolerance)
+        torch.testing.assert_close(results[0].weights, theirs[0].weights, **tolerance)
 
 
 class NotFinite(Classifier):
@@ -119,8 +123,11 @@ def test_a_loss_that_is_not_finite_is_not_passed_over(stage: int):
     runs = [
         Fit(lambda factor=factor: NotFinite(factor), {"max_steps": 2, "limit_val_batches": 0, **options})
         for factor in (float("nan"), float("inf"))
-        for options in ({}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "precision": "bf16-true"})
-    ]
+        for options in (
+            {}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "precision": "bf16-true"},
+            {"precision": "16-true"},
+        )
+    ]  # fmt: skip
     results = on_ranks([(run, make) for run in runs for make in (ddp(), deepspeed(stage))], 2, timeout=140.0)
     for theirs, ours in zip(results[::2], results[1::2], strict=True):
         assert not all(value.isfinite().all() for value in theirs[0].weights.values())
@@ -166,15 +173,6 @@ def uninterrupted() -> Result:
     return fit(run(4, make=Trained), "auto", 1)
 
 
-class Trained(Model):
-    """Frozen and tied layers, buffers, two groups, a scheduler; every layer is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.never
-        self.net[8] = nn.Linear(6, 3, bias=False)  # before a BatchNorm a bias has a gradient of rounding alone
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
@@ -194,16 +192,16 @@ def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result
 @pytest.mark.parametrize("stage", STAGES)
 def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupted: Result, stage: int):
     fit(run(2, saves(tmp_path / "one.ckpt"), make=Trained), "auto", 1)
-    half = {"precision": "bf16-true", "make": Small}
-    jobs = [
-        (run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage)),
-        (run(4, **half), deepspeed(stage)),
-        (run(2, saves(tmp_path / "half.ckpt"), **half), deepspeed(stage)),
-        (run(4, resume=tmp_path / "half.ckpt", **half), deepspeed(stage)),
-    ]
-    resumed, whole, _, halves = on_ranks(jobs, 2)
+    jobs: list[Any] = [(run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage))]
+    for precision in ("bf16-true", "16-true"):
+        half, path = {"precision": precision, "make": Small}, tmp_path / precision
+        of_halves = (run(4, **half), run(2, saves(path), **half), run(4, resume=path, **half))
+        jobs += [(one, deepspeed(stage)) for one in of_halves]
+    resumed, *halves = on_ranks(jobs, 2)
     assert_like(resumed, uninterrupted, slice(2, None))
-    assert all(torch.equal(halves[0].weights[name], value) for name, value in whole[0].weights.items())
+    for whole, first, again in (halves[:3], halves[3:]):
+        assert all(result.extra for result in first)
+        assert all(torch.equal(again[0].weights[name], value) for name, value in whole[0].weights.items())
 
 
 class WithATest(Trained):
@@ -234,9 +232,6 @@ def test_states_are_the_formula_s_to_the_byte(stage: int):
         for rank in range(2):
             held = values[f"parallel/memory_{kind}/rank_{rank}"]
             assert held == values[f"parallel/memory_{kind}_expected/rank_{rank}"], (kind, rank)
-
-
-TIED = 64 * 32  # the embedding that is the head too: DeepSpeed gathers it for each, in a step's first forward and last
 
 
 def moved(values: Any) -> dict[str, float]:
@@ -341,7 +336,7 @@ class Adagrad(Classifier):
         (Adds, {}, "cannot add a parameter group while training runs: DeepSpeed has divided the others already."),
         (Adagrad, {}, "got Adagrad, in whose place DeepSpeed makes another with one group."),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by norm alone"),
-        (Classifier, {"precision": "16-true"}, "runs with precision="),
+        (Classifier, {"precision": "64-true"}, "runs with precision="),
     ],
 )
 @pytest.mark.slow

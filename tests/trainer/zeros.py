@@ -103,9 +103,14 @@ def _marks(engine: str) -> list[Any]:
     return [pytest.mark.slow, pytest.mark.timeout(150), pytest.mark.skipif(missing, reason="DeepSpeed is not there")]
 
 
-def others(engine: str, stages: Sequence[int]) -> Any:
+def others(engine: str, stages: Sequence[int], **options: Any) -> Any:
     """One engine in several stages, for one slow test."""
-    return pytest.param([zero(stage, engine=engine) for stage in stages], marks=_marks(engine), id=engine)
+    return pytest.param([zero(stage, engine=engine, **options) for stage in stages], marks=_marks(engine), id=engine)
+
+
+def each_of(engine: str, stages: Sequence[int]) -> list[Any]:
+    """One engine in several stages, each for a slow test of its own."""
+    return [pytest.param(engine, stage, marks=_marks(engine), id=f"{engine}-{stage}") for stage in stages]
 
 
 # All engines in all stages: a few for one test, or one for each.
