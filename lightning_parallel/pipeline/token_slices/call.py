@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError, version_of
 from lightning_parallel.pipeline.random_streams import mix
+from lightning_parallel.pipeline.token_slices.attention import forbids
 
 
 class Surroundings:
@@ -58,6 +59,7 @@ class BlockCall:
     surroundings: Surroundings
 
     def __post_init__(self) -> None:
+        self.forbids = forbids(self.hook)
         self._versions = [(x, version_of(x)) for x in tree_flatten((self.args, self.kwargs))[0] if _is_real(x)]
 
     def refuse_written(self) -> None:
