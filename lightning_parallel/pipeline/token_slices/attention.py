@@ -28,6 +28,11 @@ _TWO_MEANINGS = (
     "a bool mask of scaled_dot_product_attention, which says what is allowed, in a block with an nn.MultiheadAttention,"
     " where it says what is not; use masks of numbers"
 )
+_WITHOUT_GRADIENTS = (
+    "A block attends without gradients where it was called with them (torch.no_grad, or an activation checkpoint with"
+    " use_reentrant=True), and gradients of keys and values of earlier slices would be lost. Use"
+    ' PipelineStrategy(recompute="block") for checkpoints, or a schedule of whole micro-batches.'
+)
 
 
 class Keys(NamedTuple):
@@ -61,6 +66,12 @@ class SlicedAttention(TorchFunctionMode):
         super().__init__()
         self.before, self.end, self.length, self.dropout, self.forbids = before, end, length or end, dropout, forbids
         self.own: KeysAndValues = []
+        self._trains = False
+
+    def __enter__(self) -> SlicedAttention:
+        self._trains = torch.is_grad_enabled()
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,6 +84,8 @@ class SlicedAttention(TorchFunctionMode):
 
     def with_earlier(self, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Keys:
         """Note the keys and values of the next attention; returns them behind those of earlier slices."""
+        if self._trains and not torch.is_grad_enabled():
+            raise PhantomError(_WITHOUT_GRADIENTS)
         number, own = len(self.own), Keys(key, value, padding)
         self.own.append(own)
         if not self.before:

@@ -18,10 +18,10 @@ from lightning_parallel.pipeline.token_slices.attention import forbids
 
 
 class Surroundings:
-    """What decides how operators compute where a call was noted: gradients, autocast, the default dtype."""
+    """What decides how operators compute where a call was noted: gradients (`trains`), autocast, the default dtype."""
 
     def __init__(self, device: torch.device) -> None:
-        self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self.trains, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self._casts = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
         }
@@ -31,7 +31,7 @@ class Surroundings:
         """The same for a call that is made now."""
         before = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+            stack.enter_context(torch.set_grad_enabled(self.trains))
             for kind, (dtype, enabled) in self._casts.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
             torch.set_default_dtype(self._dtype)
