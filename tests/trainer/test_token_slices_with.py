@@ -4,10 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from lightning_parallel.callbacks import MemoryMonitor
+from lightning_parallel.demo import GPT
 from tests.trainer.architectures import DECODER, placed_texts, tiny
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt_case, on_meshes
+from tests.trainer.hybrids import gpt as gpt_of_mesh
 from tests.trainer.pipelines import assert_same, many_on_stages, on_stages, one_process
 from tests.trainer.test_parity import KEY_BIAS, gpt
 from tests.trainer.test_token_slices import assert_sliced, case, last_schedule
@@ -85,3 +88,31 @@ def test_meshes_are_one_process(axis, accumulate):
     for mesh, records in zip(meshes, on_meshes([(run, mesh) for mesh in meshes], timeout=120.0), strict=True):
         assert_one_process(records, reference, mesh)
         assert_sliced(records)
+
+
+class ReadsEmbedding(nn.Module):
+    """A block that reads the embedding, too."""
+
+    def __init__(self, block: nn.Module, embedding: nn.Module) -> None:
+        super().__init__()
+        self.block, self.embedding = block, embedding
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.block(x + self.embedding.weight[0], mask)
+
+
+def read_twice() -> GPT:
+    """One parameter before the blocks and in the first of them."""
+    model = gpt_of_mesh(tie_embeddings=False)
+    model.blocks[0] = ReadsEmbedding(model.blocks[0], model.embedding)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_what_slices_and_the_step_read_leaves_when_both_are_done(zero_stage):
+    """The last slice's backward comes before that of what the step computed in front of the blocks."""
+    run = replace(gpt_case(), make=read_twice)
+    mesh = Mesh(2, 2, 1, {**SLICES, "zero_stage": zero_stage})
+    [records] = on_meshes([(run, mesh)])
+    assert_one_process(records, one_process(run), mesh)
