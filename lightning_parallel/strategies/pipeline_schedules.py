@@ -41,6 +41,7 @@ class PipelineSchedules(PipelineCheckpoints):
     cuda_graphs: bool
     slices: int | Sequence[int] | None
     _schedules: dict[tuple[int, bool], Schedule]
+    _seconds: Mapping[str, float] | None = None  # of every unit, where they were measured to choose a schedule
 
     @property
     def num_ranks(self) -> int:
@@ -127,7 +128,7 @@ class PipelineSchedules(PipelineCheckpoints):
                 self.broadcast,
                 self.precision_plugin.train_step_context,
             )
-        self.schedule = choice.schedule
+        self.schedule, self._seconds = choice.schedule, choice.seconds
         rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and bytes)')
 
     def _refuse_schedule(self, schedule: Schedule) -> None:
