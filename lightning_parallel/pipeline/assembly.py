@@ -33,9 +33,10 @@ from lightning_parallel.pipeline.partition import Partition, lay_out
 from lightning_parallel.pipeline.replica_check import compare
 from lightning_parallel.pipeline.rounds import Rounds
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.timing import Context, unit_costs
+from lightning_parallel.pipeline.timing import Context
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.pipeline.token_slices.seat import TokenSeat
+from lightning_parallel.pipeline.unit_seconds import agreed_seconds
 
 
 class Pipeline(OwnPart):
@@ -56,7 +57,7 @@ class Pipeline(OwnPart):
         slices: into what sequences are cut, for schedules of token slices.
         early_sums: whether sums of gradients over copies begin while backwards run.
         divide: divides parameters over the copies as soon as they are made, given this and them; None: they stay whole.
-        context: what forwards run in, to measure them for partition="time".
+        seconds, context: of every unit, for partition="time"; None: they are measured, with forwards in this context.
         group: gives the group of this copy's ranks as it is at the moment; None: the default group.
         tensor: how parameters are cut over the tensor axis, once all ranks hold equal ones.
         data_group, tensor_group: the ranks of this row in the copies along each axis; None: the default group's.
@@ -83,6 +84,7 @@ class Pipeline(OwnPart):
         blocks: str | Sequence[str] = "auto",
         partition: Partition = "parameters",
         stages: Mapping[str, int] | None = None,
+        seconds: Mapping[str, float] | None = None,
         dynamic_shapes: bool = False,
         skip_connections: bool = False,
         receive_ahead: int | None = None,
@@ -104,7 +106,8 @@ class Pipeline(OwnPart):
         first = data_place * tensor_size
         self.data = DataAxis([r[self.row] for r in self.copies[tensor_place::tensor_size]], data_group, waiting)
         self.tensor = AxisLine([r[self.row] for r in self.copies[first : first + tensor_size]], tensor_group, waiting)
-        seconds = self._measure(blocks, context) if partition == "time" else None
+        if partition == "time" and not set(names := unit_names(model, self.num_stages, blocks)) <= set(seconds or ()):
+            seconds = agreed_seconds(self, names, context)
         layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
         self.table = ParameterTable(model, layout, self._holders(), self.row)
         self.streams = self._take_parameters()
@@ -170,20 +173,6 @@ class Pipeline(OwnPart):
         compare(self.table, self.ranks, self.all_gather, when)
 
     # -- putting it together -------------------------------------------------------------------------------------------
-
-    def _measure(self, blocks: str | Sequence[str], context: Context) -> dict[str, float]:
-        """Seconds of every unit, as the loss stage's rank of the first copy measures them."""
-        names = unit_names(self.model, self.num_stages, blocks)
-        seconds = torch.zeros(len(names), dtype=torch.float64)
-        if self.at_loss and self.copy == 0:
-            costs = unit_costs(self.model, names, self.device, 'partition="time"', context)
-            measured = [costs[name].forward + costs[name].backward for name in names]
-            seconds = torch.tensor(measured, dtype=torch.float64)
-        if self.at_loss:
-            self.data.equalize([seconds])
-            self.tensor.equalize([seconds])
-        self.broadcast(seconds)
-        return dict(zip(names, seconds.tolist(), strict=True))
 
 
 def rows_by_rank(schedule: Schedule) -> list[int]:

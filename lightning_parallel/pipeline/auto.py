@@ -4,7 +4,8 @@ The one idea: every unit is timed alone on one rank, which so knows what the sta
 then simulated with the stages that it would have, as the pipeline will cut them, and with the times that their
 boundaries take to a neighbour. The best is told to all ranks, with the reason in words. It is done before the first
 step: a schedule says how many stages there are and where they lie, so another one later would move weights and
-optimizer states between ranks. Left out: schedules that hold the weights twice; what a step computes outside of units.
+optimizer states between ranks. Left out: schedules that hold the weights twice; what a step does beside the model's
+forward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.blocks import block_names, unit_names
 from lightning_parallel.pipeline.choice import CANDIDATES, Choice, choose
-from lightning_parallel.pipeline.loads import Loads, MeasuredLoads, StageLoad
+from lightning_parallel.pipeline.loads import MeasuredLoads, Placement
+from lightning_parallel.pipeline.outside import outside_costs
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.timing import Call, Context, calls_on_shapes, unit_costs
@@ -101,22 +103,25 @@ def measure(
     hop: Callable[[int], float],
     context: Context = nullcontext,
 ) -> MeasuredLoads:
-    """Time the units of every cut that a candidate may ask for, alone, and transfers of all sizes between its stages.
+    """Time the units of every cut that a candidate may ask for, alone, the forward without them, and transfers of all
+    sizes between its stages.
 
     Raises:
         ValueError: there is no ``example_input_array``.
     """
     counts = [count for count in _counts(wanted) if len(block_names(model, count, wanted.blocks)) >= count]
-    names = list(dict.fromkeys(name for count in counts for name in unit_names(model, count, wanted.blocks)))
+    cuts = dict.fromkeys(tuple(unit_names(model, count, wanted.blocks)) for count in counts)
+    names = list(dict.fromkeys(name for units in cuts for name in units))
     blocks = list(dict.fromkeys(name for count in counts for name in block_names(model, count, wanted.blocks)))
     units = unit_costs(model, names, device, _WHY, context)
+    outside = {cut: outside_costs(model, cut, device, _WHY, context) for cut in cuts}
     calls = calls_on_shapes(model, blocks, _WHY)
     nbytes = {name: _nbytes(calls.get(name, [])) for name in blocks}
     seconds = lru_cache(maxsize=None)(hop)
-    return MeasuredLoads(model, wanted.blocks, wanted.partition, wanted.stages, units, nbytes, seconds)
+    return MeasuredLoads(model, wanted.blocks, wanted.partition, wanted.stages, units, nbytes, seconds, outside)
 
 
-def choose_for(loads: Loads, wanted: Wanted) -> Choice:
+def choose_for(loads: MeasuredLoads, wanted: Wanted) -> Choice:
     """The best schedule for stages that cost so.
 
     Raises:
@@ -126,17 +131,21 @@ def choose_for(loads: Loads, wanted: Wanted) -> Choice:
         choice = choose(wanted.num_ranks, wanted.num_microbatches, loads, wanted.memory_limit)
     except ValueError as error:
         raise _NotFound(str(error)) from error
-    return replace(choice, reason=f"{choice.reason}; {_told(loads(choice.schedule.placement))}")
+    reason = f"{choice.reason}; {_told(loads, choice.schedule.placement)}"
+    return replace(choice, reason=reason, seconds=loads.seconds)
 
 
 class _NotFound(Exception):
     """There is no schedule to choose."""
 
 
-def _told(load: StageLoad) -> str:
+def _told(loads: MeasuredLoads, placement: Placement) -> str:
     """What the stages take, in words."""
+    load = loads(placement)
     times = [sum(load.costs.of(Action(kind, s, 0)) for kind in ("F", "B")) for s in range(len(load.kept))]
-    return f"its stages take {min(times):g} to {max(times):g} forward and back"
+    told = f"its stages take {min(times):g} to {max(times):g} forward and back"
+    untold = loads.untold(len(load.kept))
+    return told + (f", without what runs outside of units ({untold})" if untold else "")
 
 
 def _counts(wanted: Wanted) -> list[int]:

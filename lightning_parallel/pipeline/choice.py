@@ -6,8 +6,8 @@ the memory wins; the reason is said in words. Pure: who measures the times, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.costs import Costs
@@ -70,11 +70,13 @@ class Choice:
         schedule: the best one; ``schedule.name`` makes it again where it does not depend on times.
         reason: in words, one line.
         candidates: all, those that fit first, each group from fast to slow.
+        seconds: of F and B of every unit of the model, where they were measured.
     """
 
     schedule: Schedule
     reason: str
     candidates: tuple[Candidate, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def choose(

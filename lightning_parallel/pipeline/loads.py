@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.blocks import block_names
 from lightning_parallel.pipeline.costs import Costs, PerStage
+from lightning_parallel.pipeline.outside import OutsideCosts
 from lightning_parallel.pipeline.partition import Layout, Partition, lay_out
 from lightning_parallel.pipeline.timing import UnitCost
 
@@ -74,6 +75,7 @@ class MeasuredLoads:
         units: what each unit costs a micro-batch.
         nbytes: what each block is called with, in bytes.
         hops: seconds of a transfer of so many bytes.
+        outside: what a forward costs outside of units, by the units' names in order of registration.
 
     Raises:
         ValueError: when called, the model cannot be cut into so many stages.
@@ -86,13 +88,16 @@ class MeasuredLoads:
     units: Mapping[str, UnitCost]
     nbytes: Mapping[str, int]
     hops: Callable[[int], float]
+    outside: Mapping[tuple[str, ...], OutsideCosts] = field(default_factory=dict)
     _layouts: dict[int, Layout] = field(default_factory=dict, compare=False)
 
     def __call__(self, placement: Placement) -> StageLoad:
         count = num_stages(placement)
-        layout, of_stage = self._layout(count), [UnitCost()] * count
+        layout = self._layout(count)
+        outside = self._outside_of(layout)
+        of_stage = [outside.before] * count
         for unit in layout.units:
-            of_stage[unit.stage] += self.units[unit.name]
+            of_stage[unit.stage] += self.units[unit.name] + outside.behind.get(unit.name, UnitCost())
         costs = Costs(
             [cost.forward for cost in of_stage],
             [cost.input_grad for cost in of_stage],
@@ -105,9 +110,20 @@ class MeasuredLoads:
 
     def _layout(self, count: int) -> Layout:
         if count not in self._layouts:
-            seconds = {name: cost.forward + cost.backward for name, cost in self.units.items()}
-            self._layouts[count] = lay_out(self.model, count, self.blocks, self.partition, self.stages, seconds)
+            self._layouts[count] = lay_out(self.model, count, self.blocks, self.partition, self.stages, self.seconds)
         return self._layouts[count]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of F and B of every unit, as `lay_out` takes them."""
+        return {name: cost.forward + cost.backward for name, cost in self.units.items()}
+
+    def untold(self, count: int) -> str:
+        """Why it is not known what is computed outside of the units of so many stages; empty where it is."""
+        return self._outside_of(self._layout(count)).untold
+
+    def _outside_of(self, layout: Layout) -> OutsideCosts:
+        return self.outside.get(tuple(unit.name for unit in layout.units), OutsideCosts())
 
     def boundaries(self, count: int) -> list[int]:
         """Bytes that travel between each two neighbours of so many stages."""

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs
 
-_WARM_UPS, _REPEATS = 2, 5
+WARM_UPS, REPEATS = 2, 5
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments on the meta device
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, mostly on the meta device
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -96,8 +96,38 @@ def calls_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[st
     return calls
 
 
+def results_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[str, list[Any]]:
+    """What every call of the named modules returns in a forward of ``example_input_array``, on the meta device.
+
+    Raises:
+        ValueError: the model has no ``example_input_array``; ``why`` says what asks for it.
+    """
+    shadow, (args, kwargs) = shadow_of(model, why)
+    results: dict[str, list[Any]] = {}
+    for name in names:
+
+        def note(module: nn.Module, args: Any, result: Any, name: str = name) -> None:
+            results.setdefault(name, []).append(result)
+
+        shadow.get_submodule(name).register_forward_hook(note)
+    with torch.no_grad():
+        shadow(*args, **kwargs)
+    return results
+
+
 def shadow_of(model: nn.Module, why: str) -> tuple[nn.Module, Call]:
     """A copy of the model on the meta device, and its ``example_input_array`` there.
+
+    Raises:
+        ValueError: it has none; ``why`` says what asks for it.
+    """
+    call = tree_map_only(Tensor, lambda t: t.to("meta"), example_of(model, why))
+    in_memory = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(x): _on_meta(x) for x in in_memory}), call
+
+
+def example_of(model: nn.Module, why: str) -> Call:
+    """The arguments that a model's ``example_input_array`` stands for.
 
     Raises:
         ValueError: it has none; ``why`` says what asks for it.
@@ -108,10 +138,9 @@ def shadow_of(model: nn.Module, why: str) -> tuple[nn.Module, Call]:
             f"{why} runs {type(model).__name__}.forward once on shapes alone and needs its example_input_array. Set"
             ' self.example_input_array, or use partition="parameters", "count" or a list of blocks a stage.'
         )
-    inputs = tree_map_only(Tensor, lambda t: t.to("meta"), example)
-    call = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
-    in_memory = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(x): _on_meta(x) for x in in_memory}), call
+    if isinstance(example, dict):
+        return (), example
+    return example if isinstance(example, tuple) else (example,), {}
 
 
 def _on_meta(x: Tensor) -> Tensor:
@@ -131,22 +160,22 @@ def _measure(module: nn.Module, call: Call, device: torch.device, context: Conte
     """Median times of a copy of the module, and what it keeps."""
     with _random_numbers_kept(device), torch.enable_grad():
         unit = _alone(module, device)
-        args, kwargs = tree_map_only(Tensor, lambda t: _made_up(t, device), call)
+        args, kwargs = tree_map_only(Tensor, lambda t: made_up(t, device), call)
 
         def forward() -> Sequence[Tensor]:
             with context():
                 result = unit(*args, **kwargs)
             return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
 
-        times = [_once(unit, forward, device) for _ in range(_WARM_UPS + _REPEATS)]
+        times = [_once(unit, forward, device) for _ in range(WARM_UPS + REPEATS)]
         saved, waiting = _bytes_kept(unit, forward)
-    first, backward, input_grad, weight_grad = (median(column) for column in zip(*times[_WARM_UPS:], strict=True))
+    first, backward, input_grad, weight_grad = (median(column) for column in zip(*times[WARM_UPS:], strict=True))
     return UnitCost(first, backward, input_grad, weight_grad, saved, waiting)
 
 
 def _once(unit: nn.Module, forward: Callable[[], Sequence[Tensor]], device: torch.device) -> list[float]:
     """Seconds of F, B, I and W. Gradients are there already, as they are for all micro-batches but the first."""
-    timer = _Timer(device)
+    timer = Timer(device)
     roots = forward()
     timer.lap()
     if roots:  # a frozen unit whose input asks for no gradient has nothing to back up
@@ -188,7 +217,7 @@ def _inputs_backward(roots: Sequence[Tensor]) -> WeightGradients:
     return backward_inputs(roots, [torch.ones_like(x) for x in roots]) if roots else WeightGradients()
 
 
-class _Timer:
+class Timer:
     """Laps between moments at which the device has done all its work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -220,7 +249,7 @@ def _alone(module: nn.Module, device: torch.device) -> nn.Module:
     return unit.to(device)
 
 
-def _made_up(meta: Tensor, device: torch.device) -> Tensor:
+def made_up(meta: Tensor, device: torch.device) -> Tensor:
     """Numbers for an argument: noise that asks for a gradient, the first class of any index, a mask of ones."""
     if meta.is_floating_point():
         return torch.randn(meta.shape, dtype=meta.dtype, device=device, requires_grad=True)

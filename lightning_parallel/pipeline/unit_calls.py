@@ -69,14 +69,14 @@ class UnitCalls(RunState):
     def _compute_whole(self, hook: Hook, module: Callable[..., Any], args: Any, kwargs: Any, before_this: int) -> Any:
         if not self._recomputes_blocks or self._replaying or hook.unit.block is None or not torch.is_grad_enabled():
             return self._draw_and_call(hook, module, args, kwargs, before_this)
-        before = _versions(args, kwargs)
+        before = versions(args, kwargs)
 
         def call(*args: Any) -> Any:
             return self._draw_and_call(hook, module, args, kwargs, before_this)
 
         with self.cut.keep_inputs():  # of what comes by place
             result = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
-        if _versions(args, kwargs) != before:
+        if versions(args, kwargs) != before:
             raise ValueError(calls.written_by(hook.name))
         return result
 
@@ -108,6 +108,6 @@ class UnitCalls(RunState):
         return call_hooks(owner, args, kwargs, result) if is_hooked(owner) else result
 
 
-def _versions(*trees: Any) -> list[int]:
+def versions(*trees: Any) -> list[int]:
     """How often each tensor among a call's arguments has been written to."""
     return [version_of(leaf) for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor)]

@@ -157,10 +157,10 @@ class PipelineStrategy(PipelineBuilding):
         self.accelerator.setup(trainer)
         self.let_host_run_ahead(trainer)
         refuse_unsupported(trainer, self)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)  # before its units are timed
         if self.schedule == "auto":
             self._choose_schedule()
         self._refuse_schedule(self._full_schedule())
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
         assert self.watch is not None
         self.watch.stage = self.stage
         with self.watch.opening():

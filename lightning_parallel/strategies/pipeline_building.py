@@ -58,6 +58,7 @@ class PipelineBuilding(PipelineSteps):
             blocks=self.blocks,
             partition=self.partition,
             stages=self.stages,
+            seconds=self._seconds,
             dynamic_shapes=self.dynamic_shapes,
             skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,

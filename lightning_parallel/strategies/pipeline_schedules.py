@@ -7,6 +7,7 @@ micro-batches; ranks, rows and stages follow from it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -21,10 +22,10 @@ from lightning_parallel.pipeline.schedules.spec import options_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoints
 
-# What a schedule of token slices does not go with, and what each argument then is.
-_WITHOUT_SLICES = {
-    "recompute": "none", "cuda_graphs": False, "dynamic_shapes": False, "skip_connections": False, "zero_stage": 0,
-    "sequence_parallel": False,
+# Arguments (by attribute) of which a schedule of token slices goes with these values alone.
+_WITH_SLICES: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "block"), "cuda_graphs": (False,), "dynamic_shapes": (False,), "skip_connections": (False,),
+    "gather_once_a": ("step",), "sequence_parallel": (False,),
 }  # fmt: skip
 
 
@@ -40,6 +41,7 @@ class PipelineSchedules(PipelineCheckpoints):
     cuda_graphs: bool
     slices: int | Sequence[int] | None
     _schedules: dict[tuple[int, bool], Schedule]
+    _seconds: Mapping[str, float] | None = None  # of every unit, where they were measured to choose a schedule
 
     @property
     def num_ranks(self) -> int:
@@ -126,7 +128,7 @@ class PipelineSchedules(PipelineCheckpoints):
                 self.broadcast,
                 self.precision_plugin.train_step_context,
             )
-        self.schedule = choice.schedule
+        self.schedule, self._seconds = choice.schedule, choice.seconds
         rank_zero_info(f'PipelineStrategy(schedule="auto") takes {choice.reason} (in seconds and bytes)')
 
     def _refuse_schedule(self, schedule: Schedule) -> None:
@@ -148,11 +150,12 @@ class PipelineSchedules(PipelineCheckpoints):
                     f' {self.schedule!r} is not. Use schedule="terapipe", or leave slices out.'
                 )
             return
-        for name, off in _WITHOUT_SLICES.items():
-            if getattr(self, name, off) != off:
+        for name, possible in _WITH_SLICES.items():
+            given, argument = getattr(self, name, possible[0]), name.removesuffix("_once_a")
+            if given not in possible:
                 raise ValueError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}) does not go with a schedule of token"
-                    f" slices. Use {name}={off!r}, or a schedule of whole sequences."
+                    f"{type(self).__name__}({argument}={given!r}) does not go with a schedule of token slices. Use"
+                    f" {' or '.join(f'{argument}={value!r}' for value in possible)}, or a schedule of whole sequences."
                 )
         if isinstance(self.schedule, Schedule) and self._token_slices(self.schedule).number != self.schedule.num_slices:
             raise ValueError(

@@ -1,10 +1,14 @@
 """Ranks that hold several stages: handed over without a message on one rank, and the same training as one process."""
 
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.demo import GPT
+from lightning_parallel.pipeline import unit_seconds
+from lightning_parallel.pipeline.partition import Layout, lay_out
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from tests.trainer.modules import token_loader
@@ -93,3 +97,21 @@ def test_auto_chooses_one_schedule_on_all_ranks_and_trains_as_ever():
     assert "No schedule for 2 ranks and 4 micro-batches fits memory_limit=" in failure_of(tight)
     without = failure_of(Case(gpt, token_loader, {"schedule": "auto"}))
     assert 'schedule="auto" runs GPT.forward once on shapes alone and needs its example_input_array.' in without
+
+
+def cut_by(trainer: Trainer, module: LightningModule) -> tuple[Layout, Layout]:
+    """How the model was cut, and how the times of its units that a schedule was chosen by cut it."""
+    pipeline, seconds = trainer.strategy.pipeline, trainer.strategy._seconds
+    return pipeline.cut.layout, lay_out(module, pipeline.num_stages, partition="time", seconds=seconds)
+
+
+def test_units_are_timed_once_to_choose_a_schedule_and_to_cut(monkeypatch):
+    def again(*args: Any) -> None:
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr(unit_seconds, "unit_costs", again)
+    options = {"schedule": "auto", "partition": "time", "num_microbatches": 4}
+    case = Case(WithExample, token_loader, options, at_end=cut_by)
+    for record in on_stages(case, 2):
+        found, expected = record.extra
+        assert found == expected

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor
@@ -301,6 +303,14 @@ class Noted(GPT):
         block._attend = noting
 
 
+class Reentrant(GPT):
+    """Checkpoints attention in a way that makes no graph in the forward."""
+
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block._attend = partial(checkpoint, block._attend, use_reentrant=True)
+
+
 def of(kind: type[GPT]) -> Make:
     return lambda: kind(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4)
 
@@ -331,8 +341,9 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "checkpoints": (
         case(tiny("LlamaForCausalLM", "LlamaConfig", DECODER, checkpointing=True), texts),
-        "Switch activation checkpointing off",
+        'Switch activation checkpointing off and use PipelineStrategy(recompute="block")',
     ),
+    "reentrant checkpoints": (case(of(Reentrant)), "an activation checkpoint with use_reentrant=True"),
     "rows without positions": (
         case(Classifier, lambda: row_loader((8, 8))),
         "Token slices are for blocks whose positions meet in causal attention",
@@ -342,6 +353,7 @@ QUICK = {"an encoder", "too few tokens"}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # transformers 5
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # the check has no gradients
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in REFUSED])
 def test_what_has_no_slices_is_refused(name):
     run, words = REFUSED[name]
@@ -349,7 +361,10 @@ def test_what_has_no_slices_is_refused(name):
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "recompute": ({"recompute": "block"}, "(recompute='block') does not go with a schedule of token slices"),
+    "recompute": (
+        {"recompute": "stage"},
+        "(recompute='stage') does not go with a schedule of token slices. Use recompute='none' or recompute='block'",
+    ),
     "graphs": ({"cuda_graphs": True}, "(cuda_graphs=True) does not go with a schedule of token slices"),
     "dynamic": ({"dynamic_shapes": True}, "(dynamic_shapes=True) does not go with a schedule of token slices"),
     "skips": ({"skip_connections": True}, "(skip_connections=True) does not go with a schedule of token slices"),
@@ -367,10 +382,13 @@ def test_what_slices_do_not_go_with_is_refused_where_the_strategy_is_made(name):
     assert words in str(caught.value)
 
 
-@pytest.mark.slow
-def test_parts_of_states_do_not_go_with_slices():
-    with pytest.raises(ValueError, match=r"HybridStrategy\(zero_stage=1\) does not go with a schedule of token slices"):
-        make_trainer(HybridStrategy(**THREE, zero_stage=1), 1).fit(gpt(), rows_of_eight(), rows_of_eight())
+@pytest.mark.parametrize("options", [{"zero_stage": 3, "gather": "microbatch"}, {"sequence_parallel": True}], ids=str)
+def test_what_slices_do_not_go_with_is_refused_in_a_mesh(options):
+    name, value = list(options.items())[-1]
+    with pytest.raises(
+        ValueError, match=rf"HybridStrategy\({name}={value!r}\) does not go with a schedule of token sli"
+    ):
+        make_trainer(HybridStrategy(**THREE, **options), 1).fit(gpt(), rows_of_eight(), rows_of_eight())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def terapipe(num_ranks: int, num_microbatches: int, slices: int = 4) -> Schedule
 
     Blocks run on slices; what the step does before and behind them runs on whole micro-batches, so the loss is
     computed with the last slice of each. The first step of every new shape runs whole sequences: there each block is
-    tried on slices. Blocks whose positions meet in anything but causal ``scaled_dot_product_attention`` are refused by
-    name. See docs/design.md.
+    tried on slices. Blocks whose positions meet in anything but causal ``scaled_dot_product_attention`` or
+    ``nn.MultiheadAttention`` are refused by name. See docs/design.md.
 
     Args:
         num_ranks: D.

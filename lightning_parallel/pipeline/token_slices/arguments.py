@@ -32,8 +32,12 @@ def length_of(block: str, arguments: Any) -> int:
 
 
 def is_mask(x: Tensor, length: int) -> bool:
-    """Whether a tensor says of queries which keys they see: bool or float, [T, T], [.., .., T, T] or [.., .., 1, T]."""
-    if x.dim() not in (2, 4) or x.shape[-1] != length or not (x.dtype == torch.bool or x.is_floating_point()):
+    """Whether a tensor says of queries which keys they see.
+
+    Bool or float, [T, T], [.., .., T, T] or [.., .., 1, T]; bool, [.., T, T].
+    """
+    dims = (2, 3, 4) if x.dtype == torch.bool else (2, 4)
+    if x.dim() not in dims or x.shape[-1] != length or not (x.dtype == torch.bool or x.is_floating_point()):
         return False
     return x.shape[-2] == length or (x.dim() == 4 and x.shape[-2] == 1)
 
@@ -68,15 +72,19 @@ def is_cache(leaf: Any) -> bool:
     return any(cls.__name__ == "Cache" and cls.__module__.startswith("transformers.") for cls in type(leaf).__mro__)
 
 
-def refuse_ahead(block: str, x: Tensor, length: int) -> None:
-    """Raise for a mask (bool, True where attention is allowed, or float, added to scores) that looks ahead.
+def refuse_ahead(block: str, x: Tensor, length: int, forbids: bool = False) -> None:
+    """Raise for a mask that looks ahead: one of numbers, added to scores, or bool.
+
+    Args:
+        block, x, length: the block's name, an argument, T.
+        forbids: whether True is where attention is forbidden, and not where it is allowed.
 
     Raises:
         PhantomError: it lets a position see a later one.
     """
     if not is_mask(x, length) or x.shape[-2] == 1:  # the latter says which keys are padding, for all queries alike
         return
-    allowed = x if x.dtype == torch.bool else x > torch.finfo(x.dtype).min / 2
+    allowed = x != forbids if x.dtype == torch.bool else x > torch.finfo(x.dtype).min / 2
     if bool(allowed.triu(1).any()):
         raise PhantomError(
             f"A mask that `{block}` is called with lets positions see later ones. Token slices are for causal models:"

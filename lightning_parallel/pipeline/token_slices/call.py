@@ -16,13 +16,14 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.phantoms.stand_in import version_of
 from lightning_parallel.pipeline.random_streams import mix
+from lightning_parallel.pipeline.token_slices.attention import forbids
 
 
 class Surroundings:
-    """What decides how operators compute where a call was noted: gradients, autocast, the default dtype."""
+    """What decides how operators compute where a call was noted: gradients (`trains`), autocast, the default dtype."""
 
     def __init__(self, device: torch.device) -> None:
-        self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self.trains, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self._casts = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
         }
@@ -32,7 +33,7 @@ class Surroundings:
         """The same for a call that is made now."""
         before = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+            stack.enter_context(torch.set_grad_enabled(self.trains))
             for kind, (dtype, enabled) in self._casts.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
             torch.set_default_dtype(self._dtype)
@@ -60,6 +61,7 @@ class BlockCall:
     surroundings: Surroundings
 
     def __post_init__(self) -> None:
+        self.forbids = forbids(self.hook)
         self._versions = [(x, version_of(x)) for x in tree_flatten((self.args, self.kwargs))[0] if _is_real(x)]
 
     def refuse_written(self) -> None:

@@ -22,15 +22,16 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.snapshot import untouched
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of, refuse_ahead
-from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
+from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention, Whole, forbids
 from lightning_parallel.pipeline.token_slices.call import stream_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 
 ROUNDING = 1e-5  # of the largest number that the whole block returns; what a block itself makes float32 rounds to 6e-8
 
 _REMEDY = (
-    "Token slices are for blocks whose positions meet in causal attention by scaled_dot_product_attention alone (for"
-    ' models of transformers: attn_implementation="sdpa"). Use a schedule of whole micro-batches, such as 1f1b.'
+    "Token slices are for blocks whose positions meet in causal attention by scaled_dot_product_attention (for models"
+    ' of transformers: attn_implementation="sdpa") or nn.MultiheadAttention alone. Use a schedule of whole'
+    " micro-batches, such as 1f1b."
 )
 
 
@@ -59,15 +60,15 @@ def check_block(
     bounds = slices.bounds(here)
     for leaf in tree_flatten(arguments)[0]:
         if isinstance(leaf, Tensor):
-            refuse_ahead(hook.name, leaf, here)
+            refuse_ahead(hook.name, leaf, here, forbids(hook))
     with torch.no_grad(), untouched(owner), in_double(owner):
         streams.start(key ^ hook.own_stream)
-        with SlicedAttention((), here, dropout=False):
+        with Whole():
             whole = _call(module, arguments, 0, here, here, hook)
         pieces, before = [], list[KeysAndValues]()
         for number, (start, end) in enumerate(bounds):
             streams.start(stream_of(hook, key, number))
-            with SlicedAttention(before, end, dropout=False) as attention:
+            with SlicedAttention(before, end, here, dropout=False, forbids=forbids(hook)) as attention:
                 pieces.append(_call(module, arguments, start, end, here, hook))
             before.append(attention.own)
     _compare(hook.name, whole, pieces, here)

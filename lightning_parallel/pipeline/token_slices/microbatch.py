@@ -21,9 +21,10 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.arguments import cut, refuse_ahead
-from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
+from lightning_parallel.pipeline.token_slices.attention import Keys, KeysAndValues
 from lightning_parallel.pipeline.token_slices.call import BlockCall, stream_of
 from lightning_parallel.pipeline.token_slices.check import real_arguments
+from lightning_parallel.pipeline.token_slices.on_slice import BlockOnSlice
 from lightning_parallel.pipeline.token_slices.plan import PlanRun
 
 Made = dict[Any, Tensor]  # what blocks returned for a slice, by `Leaf`; what came in, by the Phantom it stands for
@@ -57,7 +58,7 @@ class SlicedMicrobatch:
         for x in tree_flatten((call.args, call.kwargs))[0]:
             if isinstance(x, Tensor) and not isinstance(x, Phantom) and self._given.is_new(x):
                 self._given.leaf(x)
-                refuse_ahead(call.hook.name, x, self.length)
+                refuse_ahead(call.hook.name, x, self.length, call.forbids)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -93,14 +94,13 @@ class SlicedMicrobatch:
             )
 
         args, kwargs = real_arguments((call.args, call.kwargs), real)
-        self.streams.start(stream_of(call.hook, self.run.key, number))
-        with call.surroundings.again(), SlicedAttention(before, end) as attention:
-            result = call.module(*args, **kwargs)
+        stream = stream_of(call.hook, self.run.key, number)
+        result, own = BlockOnSlice(call, tuple(before), end, self.length, stream).run(self.run.cut, args, kwargs)
         self.streams.start(self.run.key ^ call.hook.stream_behind)
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         made.update({(call.hook.name, place): x for place, x in enumerate(tensors)})
         if number < len(self.bounds) - 1:
-            before.append([(self._kept(key), self._kept(value)) for key, value in attention.own])
+            before.append([Keys(self._kept(of.key), self._kept(of.value), of.padding) for of in own])
         if self.run.ends_step and call is self.run.calls[-1]:
             self._results.append(result)
 
@@ -157,8 +157,8 @@ class SlicedMicrobatch:
             except CheckpointError as error:
                 raise PhantomError(
                     "A block is computed again in the backward (torch.utils.checkpoint), where it would need the keys"
-                    " and values of earlier slices. Switch activation checkpointing off, or use a schedule of whole"
-                    " micro-batches."
+                    " and values of earlier slices. Switch activation checkpointing off and use"
+                    ' PipelineStrategy(recompute="block"), or a schedule of whole micro-batches.'
                 ) from error
         if number == 0:
             self._given.backward()
