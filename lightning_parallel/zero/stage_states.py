@@ -50,19 +50,17 @@ class StageStates:
         by_block: whether blocks are gathered apart.
         reductions: a group of the ranks of `data`, over which gradients are reduced.
         comes_unseen: see `EarlyReduction`.
+        meet: see `Windows`.
     """
 
     def __init__(
         self,
-        table: ParameterTable,
-        optimizers: Sequence[Optimizer],
-        data: DataAxis,
-        options: Options,
-        waiting: Waiting = nobody_waits,
-        by_block: bool = False,
+        table: ParameterTable, optimizers: Sequence[Optimizer], data: DataAxis, options: Options,
+        waiting: Waiting = nobody_waits, by_block: bool = False,
         reductions: Any = None,
         comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,
-    ) -> None:
+        meet: Callable[[str, int, int], None] = lambda name, place, action: None,
+    ) -> None:  # fmt: skip
         self.table, self.data, self.stage = table, data, options.stage
         self._copies: list[nn.Module] = []
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
@@ -72,7 +70,7 @@ class StageStates:
             table.model, optimizers, ranks, options, control=data.group, source=data.ranks[0], waiting=waiting,
             agree=data.agree, group=data.group, apart=self._apart,
         )  # fmt: skip
-        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of)
+        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of, meet)
         self.early = EarlyReduction(
             partition.reducer, self._entry_of, table.row, lambda: not self.windows.is_walking, comes_unseen
         )
