@@ -20,7 +20,18 @@ from lightning_parallel.parallel.heads import fused_heads, says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Kind = Literal[
-    "colwise", "keys", "fused", "rowwise", "vocab", "features", "head", "heads", "experts", "sequence", "summed"
+    "colwise",
+    "keys",
+    "fused",
+    "rowwise",
+    "vocab",
+    "features",
+    "head",
+    "heads",
+    "experts",
+    "sequence",
+    "summed",
+    "joint",
 ]
 
 

@@ -82,13 +82,14 @@ class TensorParallel(Uncut):
             if style.kind == "head":
                 [part.features] = self.shares[f"{name}.weight"].segments
                 part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
+            elif style.kind in ("summed", "sequence", "joint"):
+                part.copies = style.copies
+                self._are_summed(module.parameters())
             elif style.copies > 1:
                 part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
                 part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
             elif style.kind == "vocab":
                 self._cut_embedding(name, module, part)
-            elif style.kind in ("summed", "sequence"):
-                self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._are_summed([module.bias])
             if style.kind in ("colwise", "keys", "fused", "head") and is_conv1d(module):

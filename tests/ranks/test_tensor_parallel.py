@@ -165,6 +165,12 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 1,
     ),
+    "olmo2": (lambda: build("Olmo2ForCausalLM", {**DECODER, "vocab_size": 17}), causal, 2 * 7 + 2),
+    "olmo2, one head of keys": (
+        lambda: build("Olmo2ForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17}),
+        causal,
+        2 * 7 + 2,
+    ),
     "one product, one head of keys": (lambda: grouped(1), next_tokens, 2 * 3 + 3),
     "one product, two heads of keys": (lambda: grouped(2), next_tokens, 2 * 3 + 3),
     "mixtral": (  # with the router's own loss
@@ -198,6 +204,7 @@ QUICK = (
     "bert",
     "t5",
     "mixtral",
+    "olmo2",
     "one product, one head of keys",
 )  # of these the default tests have enough
 
@@ -292,6 +299,7 @@ def check(name: str, size: int, **options: Any) -> None:
         "llama, one head of keys",
         "qwen3, one head of keys",
         "qwen2, two heads of keys",
+        "olmo2, one head of keys",
         "t5",
         "one product, two heads of keys",
     ],
@@ -385,10 +393,12 @@ def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
         TensorParallel(grouped(2), TensorAxis(0, 8), torch.device("cpu"), {"*.qkv": "colwise:4+2+2"})
 
 
-def test_norms_of_all_heads_together_are_refused():
-    words = "`model.layers.0.self_attn.q_norm` (Olmo2RMSNorm) normalises 16 features of all heads together, of which"
-    with pytest.raises(ValueError, match=re.escape(f"{words} each of 2 ranks of the tensor axis has 8.")):
-        TensorParallel(build("Olmo2ForCausalLM", DECODER), TensorAxis(0, 2), torch.device("cpu"))
+def test_norms_of_features_that_no_product_makes_are_refused():
+    model = build("Olmo2ForCausalLM", DECODER)
+    model.model.layers[1].self_attn.q_norm = nn.RMSNorm(12)
+    words = "`model.layers.1.self_attn.q_norm` (RMSNorm) normalises 12 features, more than those of a head (4), and no"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"))
 
 
 def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
