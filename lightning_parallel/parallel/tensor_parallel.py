@@ -23,7 +23,7 @@ from lightning_parallel.parallel.experts import Experts, shared_width
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
-from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
+from lightning_parallel.parallel.sequence import add_sequence_styles, lies_in, refuse_outside, slice_sequences
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope, is_conv1d
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.buckets import buckets, views
@@ -63,9 +63,10 @@ class TensorParallel(Uncut):
         overlap: bool = False,
     ) -> None:
         self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
-        self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
+        self.styles = resolve(model, plan, axis.size)
+        self.blocks, self._routed = list[str](), list[str]()
         if sequence_parallel:
-            self.styles, self.blocks = add_sequence_styles(model, self.styles)
+            self.styles, self.blocks, self._routed = add_sequence_styles(model, self.styles)
         refuse_outside(self.styles, self.blocks)
         self.shares = find_shares(model, self.styles, axis.size)
         self._heads = self._find_heads()
@@ -78,7 +79,7 @@ class TensorParallel(Uncut):
         """Make this rank's part of every parameter its data, where it is not yet, and the modules compute with it."""
         for number, (name, style) in enumerate(self.styles.items()):
             module: Any = self.model.get_submodule(name)
-            part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
+            part = Part(name, self._region, number, sliced=lies_in(name, self.blocks, self._routed))
             if style.kind == "head":
                 [part.features] = self.shares[f"{name}.weight"].segments
                 part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
@@ -103,7 +104,11 @@ class TensorParallel(Uncut):
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)
         self._open_scopes()
-        self._slice_sequences() if self.blocks else self._check_first_calls()
+        if self.blocks:
+            checks = self._checks(self.blocks)
+            slice_sequences(self.model, self._region, self.blocks, self._routed, checks, len(self.styles))
+        else:
+            self._check_first_calls()
         self.cut_copy(self.model)
 
     def cut_copy(self, model: nn.Module) -> None:
@@ -217,13 +222,6 @@ class TensorParallel(Uncut):
         for name, check in self._checks(owners(self.styles)).items():
             become(self.model.get_submodule(name), Checked, check)
 
-    def _slice_sequences(self) -> None:
-        checks, blocks = self._checks(self.blocks), self.blocks
-        for number, name in enumerate(blocks):
-            part = Part(name, self._region, len(self.styles) + number)
-            ends = Ends(part, number == 0, number == len(blocks) - 1, checks.get(name))
-            become(self.model.get_submodule(name), SequenceBlock, ends)
-
     def _checks(self, names: Iterable[str]) -> dict[str, Check]:
         """For the first module of each kind that this rank holds."""
         changed = {id(module): attributes for module, attributes in self._changed}
@@ -238,7 +236,8 @@ class TensorParallel(Uncut):
             cut = {n: self.shares.get(f"{name}.{n}") for n in held}
             shapes = {n: tuple(p.shape) if (of := cut[n]) is None else of.shape for n, p in held.items()}
             were = {n: (own_class(m), changed.get(id(m), {})) for n, m in module.named_modules()}
-            checks[name] = Check(name, self.axis.size, self.part, shapes, were)
+            routes = any(lies_in(inner, [name]) for inner in self._routed)
+            checks[name] = Check(name, self.axis.size, self.part, shapes, were, routes)
         return checks
 
     def _change(self, module: nn.Module, **attributes: Any) -> None:

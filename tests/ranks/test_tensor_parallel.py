@@ -374,17 +374,27 @@ def test_plans_that_do_not_fit_are_refused(plan, size, words):
         TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
 
 
-@pytest.mark.parametrize(
-    ("options", "more", "words"),
-    [
-        ({"intermediate_size": 33}, {}, "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"),
-        ({}, {"sequence_parallel": True}, "`model.layers.0.mlp.gate` (MixtralTopKRouter) has parameters, is cut by no"),
-    ],
-)
-def test_experts_that_cannot_be_cut_are_refused(options, more, words):
-    model = build("MixtralForCausalLM", {**MIXTRAL, **options})
+def test_experts_that_cannot_be_cut_are_refused():
+    model = build("MixtralForCausalLM", {**MIXTRAL, "intermediate_size": 33})
+    words = "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"
     with pytest.raises(ValueError, match=re.escape(words)):
-        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"))
+
+
+class Listed(nn.Module):
+    """A router and experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(Perceptron() for _ in range(2))
+
+
+def test_on_slices_a_router_of_experts_in_a_list_is_refused():
+    model = nn.ModuleDict({"blocks": nn.Sequential(Listed(), Listed())})
+    with pytest.raises(
+        ValueError, match=re.escape("`blocks.0.gate` (Linear) has parameters, is cut by no style and is no")
+    ):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), sequence_parallel=True)
 
 
 def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
@@ -462,6 +472,7 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
     [
         "gpt",
         "gemma2",
+        "mixtral",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys")),
     ],
 )
