@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.parallel.attention import can_share_heads
-from lightning_parallel.parallel.experts import inner_features
+from lightning_parallel.parallel.experts import layout_of
 from lightning_parallel.parallel.heads import fused_heads, says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
@@ -32,6 +32,7 @@ Kind = Literal[
     "sequence",
     "summed",
     "joint",
+    "sinks",
 ]
 
 
@@ -112,7 +113,7 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
         prefix = f"{name}." if name else ""
         if type(module) is nn.MultiheadAttention and can_share_heads(module):
             found |= {name: Style("heads"), f"{prefix}out_proj": Style("rowwise")}
-        if inner_features(module):
+        if layout_of(module):
             found[name] = Style("experts")
         for pair in PAIRS:
             names = [*pair.columns, pair.row]

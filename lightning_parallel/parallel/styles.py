@@ -11,6 +11,7 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
     features   Embedding  along the features as it is              this rank's features
+    sinks      attention  numbers of heads   as they are           as they are
     experts    any        inner features     copied to the ranks   summed over the ranks
     summed     any        not                this rank's features  gradients of its parameters are summed
     joint      norm       not                this rank's heads     this rank's heads, normalised with all others;

@@ -19,7 +19,7 @@ from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.classes import become, become_itself, own_class
 from lightning_parallel.parallel.cuts import find_shares
-from lightning_parallel.parallel.experts import Experts, shared_width
+from lightning_parallel.parallel.experts import GATES_BIAS, Experts, shared_width
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
@@ -99,7 +99,8 @@ class TensorParallel(Uncut):
                 self._change(module, num_heads=module.num_heads // self.axis.size)
                 become(module, Heads, part)
             if style.kind == "experts":
-                self._change(module, **shared_width(module, self.shares[f"{name}.down_proj"].shape[2], self.axis.size))
+                self._change(module, **shared_width(module, self.axis.size))
+                self._are_summed([module.down_proj_bias] if f"{name}.{GATES_BIAS}" in self.shares else [])
                 become(module, Experts, part)
             if style.kind in STYLES:
                 become(module, STYLES[style.kind], part)

@@ -27,6 +27,10 @@ MIXTRAL = {
     **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }  # fmt: skip
+GPT_OSS = {
+    **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4,
+    "num_key_value_heads": 2, "attention_bias": True, "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
@@ -52,6 +56,14 @@ T5 = {
     "vocab_size": 17, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0,
     "use_cache": False, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
 }  # fmt: skip
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """With biases and sinks that are not zero."""
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "sinks" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def causal(model: Any) -> Tensor:
@@ -178,6 +190,11 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * (4 + 2) + 2,
     ),
+    "gpt-oss": (  # experts with biases, kept the other way round; a sink for each head
+        lambda: lively(build("GptOssForCausalLM", GPT_OSS)),
+        causal,
+        2 * (4 + 3 + 1 + 3) + 2,
+    ),
     "bert": (
         lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
         lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
@@ -205,6 +222,7 @@ QUICK = (
     "t5",
     "mixtral",
     "olmo2",
+    "gpt-oss",
     "one product, one head of keys",
 )  # of these the default tests have enough
 
@@ -300,6 +318,7 @@ def check(name: str, size: int, **options: Any) -> None:
         "qwen3, one head of keys",
         "qwen2, two heads of keys",
         "olmo2, one head of keys",
+        "gpt-oss",
         "t5",
         "one product, two heads of keys",
     ],
@@ -379,6 +398,47 @@ def test_experts_that_cannot_be_cut_are_refused():
     words = "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"
     with pytest.raises(ValueError, match=re.escape(words)):
         TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"))
+
+
+class Sorted(nn.Module):
+    """Experts without biases, kept the other way round, gates in front of what they multiply; rows are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(3, 4, 12)), nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x.view(3, -1, 4) @ self.gate_up_proj).chunk(2, dim=-1)
+        return (F.silu(gate) * up @ self.down_proj).view(-1, 4)
+
+
+def test_experts_kept_the_other_way_round_are_one_process():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Sorted()), torch.randn(6, 4)
+    expected = model(x).detach()
+
+    def run(rank: int) -> tuple[Tensor, list[Any]]:
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        return model(x).detach(), [tuple(p.shape) for p in model.parameters()]
+
+    for ours, shapes in run_ranks(run, 2):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+        assert shapes == [(3, 4, 6), (3, 3, 4)]
+
+
+def test_experts_whose_gates_lie_otherwise_than_they_say_are_found_out():
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = build("GptOssForCausalLM", GPT_OSS)
+        for layer in model.model.layers:
+            layer.mlp.experts.is_concatenated = True
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        causal(model)
+
+    with pytest.raises(
+        ValueError, match=r"`model.layers.0.mlp.experts` computes other values on 2 ranks of the tensor"
+    ):
+        run_ranks(run, 2)
 
 
 class Listed(nn.Module):
@@ -473,6 +533,7 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
         "gpt",
         "gemma2",
         "mixtral",
+        "gpt-oss",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys")),
     ],
 )

@@ -1,7 +1,8 @@
-"""Norms over the features of all heads together (OLMo 2's of queries and keys), where a rank has those of some heads.
+"""What lies beside the products of attention: norms over the features of all heads together (OLMo 2), sinks (GPT-OSS).
 
-The one idea: they are found by what they normalise: as many features as a product beside them makes. What becomes of
-them is `styles.JointNorm`. Left out: sums of squares alone, which would send less and be for one kind of norm.
+The one idea: both are found by the size that products beside them say: a norm of as many features as one makes, a
+number for each head. What becomes of norms is `styles.JointNorm`; sinks are cut. Left out: sums of squares of norms
+alone, which would send less and be for one kind of norm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from lightning_parallel.parallel.auto import Style
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.styles import features_of
 
+SINKS = "sinks"
 _COLUMNS = ("colwise", "keys")
 
 
@@ -38,6 +40,19 @@ def joint_norms(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Styl
                 f" ({', '.join(map(str, made)) or 'there is none'}). Leave its attention out: name what else is to be"
                 ' cut, tensor_plan={"model.layers.*.mlp.up_proj": "colwise", ...}.'
             )
+    return found
+
+
+def sinks(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """The modules whose own parameter `sinks` has a number for each head that a product beside it makes."""
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        holder = name.rpartition(".")[0]
+        numbers, per_head = model.get_submodule(holder)._parameters.get(SINKS), head_features(model, name)
+        if style.kind != "colwise" or numbers is None or not per_head or holder in styles:
+            continue
+        if numbers.numel() * per_head == features_of(model.get_submodule(name))[1]:
+            found[holder] = Style("sinks")
     return found
 
 
