@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class StageStates:
         waiting: a context entered while this process is blocked.
         by_block: whether blocks are gathered apart.
         reductions: a group of the ranks of `data`, over which gradients are reduced.
-        comes_unseen: see `EarlyReduction`.
-        meet: see `Windows`.
+        comes_unseen, meet: see `EarlyReduction` and `Windows`.
     """
 
     def __init__(
@@ -226,8 +226,10 @@ class StageStates:
         return [bucket.flat for bucket in self.partition.buckets if isinstance(bucket, GatheredBucket)]
 
     def divide_copy(self, copied: nn.Module) -> None:
-        """Divide a callback's copy of the model as the model is."""
-        divide_copy(copied, {parameter: entry.name for parameter, entry in self._entries.items()}, self.partition)
+        """Divide a callback's copy of the model as the model is, and when parameters are added to an optimizer."""
+        names = {parameter: entry.name for parameter, entry in self._entries.items()}
+        self.partition.filled.append(partial(divide_copy, copied, names, self.partition))
+        self.partition.filled[-1]()
         self._copies.append(copied)
 
     def release(self) -> None:
