@@ -15,12 +15,24 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.parallel.attention import can_share_heads
-from lightning_parallel.parallel.experts import inner_features
+from lightning_parallel.parallel.experts import layout_of
 from lightning_parallel.parallel.heads import fused_heads, says_heads
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
 Kind = Literal[
-    "colwise", "keys", "fused", "rowwise", "vocab", "features", "head", "heads", "experts", "sequence", "summed"
+    "colwise",
+    "keys",
+    "fused",
+    "rowwise",
+    "vocab",
+    "features",
+    "head",
+    "heads",
+    "experts",
+    "sequence",
+    "summed",
+    "joint",
+    "sinks",
 ]
 
 
@@ -101,7 +113,7 @@ def find_plan(model: nn.Module, size: int) -> dict[str, Style]:
         prefix = f"{name}." if name else ""
         if type(module) is nn.MultiheadAttention and can_share_heads(module):
             found |= {name: Style("heads"), f"{prefix}out_proj": Style("rowwise")}
-        if inner_features(module):
+        if layout_of(module):
             found[name] = Style("experts")
         for pair in PAIRS:
             names = [*pair.columns, pair.row]

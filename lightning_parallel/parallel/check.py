@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+_FEW_ROWS = 0.1  # two experts have to be as likely as rounding is fine; wrong positions or heads change all rows
 _SLACK = 0.05  # of the largest value: half precision rounds by less, wrong heads change by all of it
 
 
@@ -29,6 +30,7 @@ class Check:
         part: cuts a whole parameter by its name in the model.
         whole_shapes: shapes of the whole parameters by name in the module.
         were: by submodule's name, its class and the attributes that were changed, as they were.
+        routed: whether a router chooses experts in it: rounding sends some rows to others.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Check:
         part: Callable[[str, Tensor], Tensor],
         whole_shapes: Mapping[str, tuple[int, ...]],
         were: Mapping[str, tuple[type, Mapping[str, Any]]],
+        routed: bool = False,
     ) -> None:
+        self._few = _FEW_ROWS if routed else 0.0
         self.name, self.size, self.part, self.whole_shapes, self.were = name, size, part, whole_shapes, were
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Check:
@@ -88,7 +92,7 @@ class Check:
 
     def _compare(self, found: Any, expected: Any) -> None:
         for ours, theirs in zip(_floats(found), _floats(expected), strict=False):
-            if ours.shape != theirs.shape or far_from(ours, theirs):
+            if ours.shape != theirs.shape or far_from(ours, theirs, self._few):
                 raise ValueError(
                     f"`{self.name}` computes other values on {self.size} ranks of the tensor axis than whole: its code"
                     " does not follow tensor_plan. Attention has to take the number of its heads from an attribute"
@@ -130,9 +134,11 @@ def evaluated(module: nn.Module) -> Iterator[None]:
             inner.training = mode
 
 
-def far_from(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether values differ by more than what rounding in half precision explains."""
-    return bool((ours.float() - theirs.float()).abs().amax() > _SLACK * theirs.float().abs().amax())
+def far_from(ours: Tensor, theirs: Tensor, few: float = 0.0) -> bool:
+    """Whether values [.., features] differ by more than what rounding in half precision explains, in more than a few
+    rows (a share of all)."""
+    far = (ours.float() - theirs.float()).abs() > _SLACK * theirs.float().abs().amax()
+    return bool(far.any(-1).float().mean() > few)
 
 
 @contextmanager

@@ -34,5 +34,5 @@ def become_itself(module: nn.Module) -> None:
     """Give a module its own class back."""
     if (own := own_class(module)) is not type(module):
         module.__class__ = own
-    for key in ("_tensor_part", "_tensor_scope", "_tensor_check", "_tensor_block"):
+    for key in ("_tensor_part", "_tensor_scope", "_tensor_check", "_tensor_block", "_tensor_whole"):
         module.__dict__.pop(key, None)

@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.parallel.auto import Style
+from lightning_parallel.parallel.beside import SINKS
+from lightning_parallel.parallel.experts import GATES_BIAS, layout_of
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import is_conv1d
 
@@ -39,12 +41,25 @@ def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
     if style.kind in ("vocab", "features"):
         return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), style, size))]
     if style.kind == "experts":
-        gates = Cut("gate_up_proj", _shares(module.gate_up_proj.shape, 1, Style("experts", 2), size))
-        return [gates, Cut("down_proj", _shares(module.down_proj.shape, 2, style, size))]
+        return _cuts_of_experts(module, style, size)
+    if style.kind == "sinks":
+        return [Cut(SINKS, _shares(module.sinks.shape, 0, style, size))]
     if style.kind == "heads":
         names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
         return [Cut(name, _shares(getattr(module, name).shape, 0, Style("heads", 3), size)) for name in names]
     return []
+
+
+def _cuts_of_experts(module: Any, style: Style, size: int) -> list[Cut]:
+    layout = layout_of(module)
+    assert layout is not None
+    pairs = style if layout.interleaved else Style("experts", 2)
+    gates_dim, down_dim = (2, 1) if layout.transposed else (1, 2)
+    cuts = [
+        Cut("gate_up_proj", _shares(module.gate_up_proj.shape, gates_dim, pairs, size)),
+        Cut("down_proj", _shares(module.down_proj.shape, down_dim, style, size)),
+    ]
+    return [*cuts, Cut(GATES_BIAS, _shares(module.gate_up_proj_bias.shape, 1, pairs, size))] if layout.biases else cuts
 
 
 def find_shares(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Shares]:

@@ -6,6 +6,7 @@
     gather_features all-gather  own part            behind a head whose logits everybody needs
     gather_rows     all-gather  reduce-scatter      from slices of the sequence to a column-wise product
     scatter_sums    reduce-scatter  all-gather      from a row-wise product to slices of the sequence
+    count_once      copy        the first rank's    where all ranks compute the same of what slices were gathered to
     slice_rows      own part    all-gather          where slices of the sequence begin
     join_slices     all-gather  own part            where they end
 
@@ -79,6 +80,17 @@ class _Slice(torch.autograd.Function):
         return ctx.axis.all_gather(gradient, ctx.dim), None, None, None
 
 
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.is_first = axis.rank == 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.is_first else torch.zeros_like(gradient), None
+
+
 def copy_to_ranks(x: Tensor, axis: TensorAxis) -> Tensor:
     """`x` itself; its gradient is the sum of the ranks'. Megatron's f."""
     return _CopyToRanks.apply(x, axis)
@@ -97,6 +109,11 @@ def gather_features(x: Tensor, axis: TensorAxis, features: int) -> Tensor:
 def gather_rows(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """The ranks' slices [.., k, ..] as a whole; a gradient is the sum of the ranks', of which each gets its slice's."""
     return _Gather.apply(x, axis, dim, x.shape[dim] * axis.size, True)
+
+
+def count_once(x: Tensor, axis: TensorAxis) -> Tensor:
+    """`x` itself, with which all ranks compute the same: in a sum of its gradients over the ranks they count once."""
+    return _CountOnce.apply(x, axis)
 
 
 def join_slices(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:

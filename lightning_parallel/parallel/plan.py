@@ -16,7 +16,8 @@ from torch import nn
 
 from lightning_parallel.parallel.attention import refuse_attention
 from lightning_parallel.parallel.auto import Style, find_plan
-from lightning_parallel.parallel.experts import inner_features
+from lightning_parallel.parallel.beside import joint_norms, sinks
+from lightning_parallel.parallel.experts import layout_of
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.styles import features_of, is_conv1d
 
@@ -58,6 +59,7 @@ def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
             ' "rowwise"}.'
         )
     found |= _shared_keys(model, found, size)
+    found |= joint_norms(model, found) | sinks(model, found)
     for name, style in found.items():
         _check(model, name, style, size)
     return {name: found[name] for name, _ in model.named_modules() if name in found}
@@ -123,8 +125,7 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
     if style.kind == "experts":
         _check_experts(name, module, size)
         return
-    if style.kind == "summed":
-        _check_norm_of_heads(model, name, module, size)
+    if style.kind in ("summed", "joint", "sinks"):
         return
     linear = style.kind in ("colwise", "keys", "fused", "rowwise", "head")
     if linear and not (isinstance(module, nn.Linear) or is_conv1d(module)):
@@ -146,27 +147,18 @@ def _check(model: nn.Module, name: str, style: Style, size: int) -> None:
 
 
 def _check_experts(name: str, module: nn.Module, size: int) -> None:
-    inner = inner_features(module)
-    if not inner:
+    layout = layout_of(module)
+    if layout is None:
         shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
         raise ValueError(
             f'tensor_plan makes `{name}` ({type(module).__name__}) "experts", whose parameters {shapes} are not'
-            " gate_up_proj [experts, 2 inner, features] and down_proj [experts, features, inner]. Leave it out."
+            " gate_up_proj [experts, 2 inner, features] and down_proj [experts, features, inner], or both the other way"
+            " round, with a bias of each or none. Leave it out."
         )
-    if inner % size:
+    if layout.inner % size:
         raise ValueError(
-            f"`{name}` has experts of {inner} inner features, which {size} ranks of the tensor axis do not divide."
-            " Choose another tensor_parallel_size."
-        )
-
-
-def _check_norm_of_heads(model: nn.Module, name: str, module: nn.Module, size: int) -> None:
-    per_head, weight = head_features(model, name), getattr(module, "weight", None)
-    if per_head and weight is not None and weight.shape[-1] > per_head:
-        raise ValueError(
-            f"`{name}` ({type(module).__name__}) normalises {weight.shape[-1]} features of all heads together, of which"
-            f" each of {size} ranks of the tensor axis has {weight.shape[-1] // size}. Leave its attention out: name"
-            ' what else is to be cut, tensor_plan={"model.layers.*.mlp.up_proj": "colwise", ...}.'
+            f"`{name}` has experts of {layout.inner} inner features, which {size} ranks of the tensor axis do not"
+            " divide. Choose another tensor_parallel_size."
         )
 
 

@@ -5,25 +5,30 @@ slices. The first block slices its input and the last one joins its output; in b
 since attention and perceptron need all positions, and a row-wise product's sum is scattered. An all-reduce is a
 reduce-scatter and an all-gather, so no more is sent than without.
 
-A norm between a row-wise product and the residual sum (Gemma 2) works on slices and gathers nothing.
+A norm between a row-wise product and the residual sum (Gemma 2) works on slices and gathers nothing. A router and its
+experts work on all positions, as without slices, and each rank goes on with its slice of what they give: a router's
+own loss looks at all positions too.
 
 Left out: norms behind the residual sum (BERT), whose output is needed in slices and whole; encoder-decoders. Slices
-begin at the first block, not in the embedding.
+begin at the first block, not in the embedding: what the user's code adds there has all positions.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, 4.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.parallel.auto import Style
 from lightning_parallel.parallel.check import Check
-from lightning_parallel.parallel.operators import join_slices, slice_rows
+from lightning_parallel.parallel.classes import become
+from lightning_parallel.parallel.operators import count_once, join_slices, slice_rows
+from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.styles import SEQUENCE_DIM, Part
 
 
@@ -40,6 +45,25 @@ class SequenceBlock:
             args, kwargs = ends.sliced(args, kwargs)
         result = ends.run(super().__call__, args, kwargs, self.training)  # type: ignore[misc, attr-defined]
         return ends.joined(result) if ends.last else result
+
+
+class WholePositions:
+    """A module in a block on slices whose ranks all compute the same of all positions, which a norm has gathered, with
+    the same random numbers."""
+
+    _tensor_whole: Part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        region = self._tensor_whole.region
+        region.leave()
+
+        def own(y: Tensor) -> Tensor:
+            y = slice_rows(y, region.axis, SEQUENCE_DIM)
+            region.summed = ref(y)
+            return y
+
+        args, kwargs = _with_first((args, kwargs), lambda x: count_once(x, region.axis))
+        return _with_first(super().__call__(*args, **kwargs), own)  # type: ignore[misc]
 
 
 class Ends:
@@ -110,17 +134,19 @@ class Ends:
         return slice_rows(x, self.part.region.axis, SEQUENCE_DIM)
 
 
-def add_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], list[str]]:
-    """The styles with those of norms in the blocks, and the blocks' names, in order.
+def add_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], list[str], list[str]]:
+    """The styles with those of norms in the blocks, the blocks' names, in order, and what `routed` finds.
 
     Raises:
         ValueError: there is no single chain of blocks, or a block has parameters of another kind.
     """
-    blocks = _chain(model, styles)
+    blocks, wholes = _chain(model, styles), routed(styles)
     added: dict[str, Style] = {}
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in styles or next(module.parameters(recurse=False), None) is None:
+                continue
+            if lies_in(name, [whole for whole in wholes if whole != block]):
                 continue
             if "norm" not in type(module).__name__.lower():
                 raise ValueError(
@@ -129,7 +155,12 @@ def add_sequence_styles(model: nn.Module, styles: Mapping[str, Style]) -> tuple[
                     " sequence_parallel=False."
                 )
             added[name] = Style("sequence")
-    return {**styles, **added}, blocks
+    return {**styles, **added}, blocks, wholes
+
+
+def routed(styles: Mapping[str, Style]) -> list[str]:
+    """The modules that hold experts, and so a router, which works on all positions."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style.kind == "experts"))
 
 
 def refuse_outside(styles: Mapping[str, Style], blocks: Sequence[str] = ()) -> None:
@@ -144,6 +175,35 @@ def refuse_outside(styles: Mapping[str, Style], blocks: Sequence[str] = ()) -> N
                 f'tensor_plan makes `{name}` "sequence", but its input is no slice of the sequence: that is so in the'
                 " blocks, with sequence_parallel=True. Leave it out of tensor_plan; norms in blocks are found."
             )
+
+
+def lies_in(name: str, modules: Iterable[str], but: Iterable[str] = ()) -> bool:
+    """Whether a module lies in one of some, and in none of others."""
+    return any(name.startswith(f"{x}.") for x in modules) and not any(name.startswith(f"{x}.") for x in but)
+
+
+def slice_sequences(
+    model: nn.Module,
+    region: Region,
+    blocks: Sequence[str],
+    wholes: Sequence[str],
+    checks: Mapping[str, Check],
+    first: int,
+) -> None:
+    """Let blocks work on slices.
+
+    Args:
+        model, region: of them.
+        blocks: names of all, in order.
+        wholes: what `routed` found.
+        checks: of blocks' first calls, by name.
+        first: the first one's number, for its random numbers.
+    """
+    for number, name in enumerate(blocks):
+        ends = Ends(Part(name, region, first + number), number == 0, number == len(blocks) - 1, checks.get(name))
+        become(model.get_submodule(name), SequenceBlock, ends)
+    for name in wholes:
+        become(model.get_submodule(name), WholePositions, Part(name, region, 0))
 
 
 def _chain(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:

@@ -11,8 +11,11 @@ used: those would be run, with stand-ins, by pipeline stages that do not hold th
     vocab      Embedding  rows               as it is              summed over the ranks
     vocab      Linear     along the output   copied to the ranks   gathered: all features
     features   Embedding  along the features as it is              this rank's features
+    sinks      attention  numbers of heads   as they are           as they are
     experts    any        inner features     copied to the ranks   summed over the ranks
     summed     any        not                this rank's features  gradients of its parameters are summed
+    joint      norm       not                this rank's heads     this rank's heads, normalised with all others;
+                                                                   gradients of its parameters are summed
     sequence   norm       not                slices                gathered, or slices behind a row-wise module;
                                                                    gradients of its parameters are summed
 """
@@ -160,6 +163,21 @@ class VocabEmbedding:
         return sum_over_ranks(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), part.region.axis)
 
 
+class JointNorm:
+    """A norm of this rank's heads together with those of all others: whatever it computes, of all features."""
+
+    _tensor_part: Part
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, features = self._tensor_part, x.shape[-1]
+        axis = part.region.axis
+        whole = gather_rows(x, axis, x.dim() - 1)
+        if part.copies > 1:  # a head that several ranks have counts once
+            whole = whole.unflatten(-1, (axis.size, features))[..., :: part.copies, :].flatten(-2)
+        y = super().forward(whole)  # type: ignore[misc]
+        return y.narrow(-1, axis.rank // part.copies * features, features)
+
+
 class SequenceNorm:
     """A norm on a slice of the sequence, whose output every rank needs whole, unless it comes right behind a row-wise
     product: then what follows is the sum with the residual, in slices."""
@@ -225,5 +243,5 @@ def _explain(error: RuntimeError, part: Part) -> None:
 
 STYLES: dict[str, type] = {
     "colwise": Colwise, "keys": Keys, "fused": Fused, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
-    "sequence": SequenceNorm,
+    "sequence": SequenceNorm, "joint": JointNorm,
 }  # fmt: skip

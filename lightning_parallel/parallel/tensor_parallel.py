@@ -20,11 +20,11 @@ from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.classes import become, become_itself, own_class
 from lightning_parallel.parallel.cuts import find_shares
-from lightning_parallel.parallel.experts import Experts
+from lightning_parallel.parallel.experts import GATES_BIAS, Experts
 from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
-from lightning_parallel.parallel.sequence import Ends, SequenceBlock, add_sequence_styles, refuse_outside
+from lightning_parallel.parallel.sequence import add_sequence_styles, lies_in, refuse_outside, slice_sequences
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.parallel.widths import own_widths
@@ -67,9 +67,10 @@ class TensorParallel(Uncut):
         overlap: bool = False,
     ) -> None:
         self.model, self.axis, self._loss_parallel = model, axis, loss_parallel
-        self.styles, self.blocks = resolve(model, plan, axis.size), list[str]()
+        self.styles = resolve(model, plan, axis.size)
+        self.blocks, self._routed = list[str](), list[str]()
         if sequence_parallel:
-            self.styles, self.blocks = add_sequence_styles(model, self.styles)
+            self.styles, self.blocks, self._routed = add_sequence_styles(model, self.styles)
         refuse_outside(self.styles, self.blocks)
         self.shares = find_shares(model, self.styles, axis.size)
         self._heads = self._find_heads()
@@ -83,15 +84,21 @@ class TensorParallel(Uncut):
         for number, (name, style) in enumerate(self.styles.items()):
             module: Any = self.model.get_submodule(name)
             part = self._part_of(name, style, number)
-            if style.kind in ("summed", "sequence"):
+            if style.kind in ("summed", "sequence", "joint"):
                 self._are_summed(module.parameters())
             elif style.kind == "rowwise" and part.sliced and module.bias is not None:
                 self._are_summed([module.bias])
+            elif style.kind == "experts" and f"{name}.{GATES_BIAS}" in self.shares:
+                self._are_summed([module.down_proj_bias])
             self._change(module, **own_widths(name, module, style, self.shares, self.axis))
             if style.kind in _CLASSES:
                 become(module, _CLASSES[style.kind], part)
         self._open_scopes()
-        self._slice_sequences() if self.blocks else self._check_first_calls()
+        if self.blocks:
+            checks = self._checks(self.blocks)
+            slice_sequences(self.model, self._region, self.blocks, self._routed, checks, len(self.styles))
+        else:
+            self._check_first_calls()
         self.cut_copy(self.model)
 
     def cut_copy(self, model: nn.Module) -> None:
@@ -166,10 +173,12 @@ class TensorParallel(Uncut):
 
     def _part_of(self, name: str, style: Style, number: int) -> Part:
         """What a module knows of this rank's part of it."""
-        part = Part(name, self._region, number, sliced=any(name.startswith(f"{block}.") for block in self.blocks))
+        part = Part(name, self._region, number, sliced=lies_in(name, self.blocks, self._routed))
         if style.kind == "head":
             [part.features] = self.shares[f"{name}.weight"].segments
             part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
+        elif style.kind in ("summed", "sequence", "joint"):
+            part.copies = style.copies
         elif style.copies > 1:
             part.features = self.shares[f"{name}.weight"].segments[-1] * style.copies // self.axis.size
             part.begin, part.copies = self.axis.rank // style.copies * part.features, style.copies
@@ -211,13 +220,6 @@ class TensorParallel(Uncut):
         for name, check in self._checks(owners(self.styles)).items():
             become(self.model.get_submodule(name), Checked, check)
 
-    def _slice_sequences(self) -> None:
-        checks, blocks = self._checks(self.blocks), self.blocks
-        for number, name in enumerate(blocks):
-            part = Part(name, self._region, len(self.styles) + number)
-            ends = Ends(part, number == 0, number == len(blocks) - 1, checks.get(name))
-            become(self.model.get_submodule(name), SequenceBlock, ends)
-
     def _checks(self, names: Iterable[str]) -> dict[str, Check]:
         """For the first module of each kind that this rank holds."""
         changed = {id(module): attributes for module, attributes in self._changed}
@@ -232,7 +234,8 @@ class TensorParallel(Uncut):
             cut = {n: self.shares.get(f"{name}.{n}") for n in held}
             shapes = {n: tuple(p.shape) if (of := cut[n]) is None else of.shape for n, p in held.items()}
             were = {n: (own_class(m), changed.get(id(m), {})) for n, m in module.named_modules()}
-            checks[name] = Check(name, self.axis.size, self.part, shapes, were)
+            routes = any(lies_in(inner, [name]) for inner in self._routed)
+            checks[name] = Check(name, self.axis.size, self.part, shapes, were, routes)
         return checks
 
     def _change(self, module: nn.Module, **attributes: Any) -> None:

@@ -28,7 +28,7 @@ def own_widths(name: str, module: Any, style: Style, shares: Mapping[str, Shares
     if style.kind == "heads":
         return {"num_heads": module.num_heads // axis.size}
     if style.kind == "experts":
-        return shared_width(module, shares[f"{name}.down_proj"].shape[2], axis.size)
+        return shared_width(module, axis.size)
     if style.kind == "vocab" and module.padding_idx is not None:
         begin, end = shares[f"{name}.weight"].span(axis.rank)
         return {"padding_idx": module.padding_idx - begin if begin <= module.padding_idx < end else None}

@@ -172,8 +172,6 @@ class Pipeline(OwnPart):
         """
         compare(self.table, self.ranks, self.all_gather, when)
 
-    # -- putting it together -------------------------------------------------------------------------------------------
-
 
 def rows_by_rank(schedule: Schedule) -> list[int]:
     """The row of each rank of a model copy: the row of the last stage comes first, its neighbours before it follow.

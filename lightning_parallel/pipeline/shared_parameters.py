@@ -136,22 +136,24 @@ class SharedParameters(Copy):
             groups[rows] = opened[self.copy]
         return groups
 
-    def open_sum_group(self) -> Any:
+    def open_sum_group(self, backend: str | None = None) -> Any:
         """A group of the ranks of this row in all copies beside that of the data axis, over which users talk too."""
-        return self._open_over_copies([(row,) for row in range(self.num_ranks)])[self.row,]
+        return self._open_over_copies([(row,) for row in range(self.num_ranks)], backend)[self.row,]
 
     def open_sum_groups(self) -> dict[tuple[int, ...], Any]:
         """Such a group for each row, and one for each set of rows that shares a parameter."""
         shared = {tuple(sorted(entry.rows)) for entry in self.table.shared()}
         return self._open_over_copies([*((row,) for row in range(self.num_ranks)), *sorted(shared)])
 
-    def _open_over_copies(self, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+    def _open_over_copies(
+        self, sets: Sequence[tuple[int, ...]], backend: str | None = None
+    ) -> dict[tuple[int, ...], Any]:
         """For each set of rows a group of their ranks in all copies; all ranks open all in one order."""
         groups = {}
         for place in range(self.tensor_size):
             for rows in sets:
                 ranks = [ranks[row] for ranks in self.copies[place :: self.tensor_size] for row in rows]
-                opened = dist.new_group(ranks)
+                opened = dist.new_group(ranks, backend=backend)
                 groups.update({rows: opened} if self.rank in ranks else {})
         return groups
 

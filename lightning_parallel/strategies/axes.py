@@ -69,7 +69,7 @@ class MeshAxes(MeshCollectives):
 
     def _host_groups(self) -> Collection[int]:
         """Identities of the groups in which nothing of the model is said."""
-        return {id(self._sigterm_group)}
+        return {id(self._sigterm_group), id(self._barriers)}
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class MeshStrategy(MeshAxes):
             self._mesh = build_mesh(device.type, self.axes())
             self._groups = open_groups(self.axes(), self.planes)
             self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
+            self._barriers = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
             launcher.joined(self.watch)
@@ -204,7 +205,7 @@ class MeshStrategy(MeshAxes):
         if self.watch is not None and not failed:
             self._keep_weights()
             self.barrier("teardown")
-        self._mesh = None
+        self._mesh = self._barriers = None
         try:
             disconnect(failed)
         finally:

@@ -1,12 +1,14 @@
 """Lightning's collectives, by what it means by them.
 
 The one idea: "all processes" is the mesh, which is waited for on the host; "all processes that see different rows" is
-the data axis, and ranks of one model copy hold the same value.
+the data axis, and ranks of one model copy hold the same value. Barriers have a group of their own, so that what a rank
+alone sends there is not taken for something else.
 """
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 class MeshCollectives(ParallelStrategy):
     """The collectives of a strategy whose ranks form a mesh."""
 
+    _barriers: Any = None  # the group of barriers; None is the default one
+
     def axis_size(self, axis: str) -> int:
         """Number of ranks along an axis."""
         raise NotImplementedError
@@ -36,10 +40,29 @@ class MeshCollectives(ParallelStrategy):
         raise NotImplementedError
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the mesh, on the host."""
-        if dist.is_initialized():
-            with self.blocked(f"the other ranks at barrier {name or ''}".rstrip()):
-                dist.all_reduce(torch.zeros(1))
+        """Wait for every rank of the mesh, on the host.
+
+        Raises:
+            ValueError: others wait at a barrier of another name.
+        """
+        if not dist.is_initialized():
+            return
+        mark = zlib.crc32((name or "").encode())
+        marks = torch.tensor([mark, -mark])
+        with self.blocked(f"the other ranks to call strategy.barrier({'' if name is None else repr(name)}) too"):
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._barriers)
+        if marks[0] != -marks[1]:
+            self._refuse_barriers(name)
+
+    def _refuse_barriers(self, name: str | None) -> None:
+        names: list[Any] = [None] * dist.get_world_size()
+        with self.blocked("the names of the other ranks' barriers"):
+            dist.all_gather_object(names, name or "", group=self._barriers)
+        who = "; ".join(f"rank {rank} at {other!r}" for rank, other in enumerate(names))
+        raise ValueError(
+            f"Ranks wait for each other at different barriers: {who}. Every rank has to call strategy.barrier() at the"
+            " same places, not rank 0 alone."
+        )
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Give every rank of the mesh the object of rank `src`."""

@@ -30,6 +30,7 @@ from lightning_parallel.strategies.gathered_steps import GatheredSteps
 from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.gathered import GatheredBucket
+from lightning_parallel.zero.late_reads import LateReads
 from lightning_parallel.zero.partition import Options
 from lightning_parallel.zero.promise import ModelStates, undivided
 from lightning_parallel.zero.stage_states import StageStates
@@ -128,8 +129,17 @@ class DividedPipeline(GatheredSteps):
         by_block = self.gather_once_a == "microbatch"
         with self.watch.opening():
             reductions = pipeline.open_sum_group()
+            reads = pipeline.open_sum_group("gloo") if by_block else None
         self._states = states = StageStates(
-            pipeline.table, [], pipeline.data, options, self.blocked, by_block, reductions, pipeline.comes_unseen
+            pipeline.table,
+            [],
+            pipeline.data,
+            options,
+            self.blocked,
+            by_block,
+            reductions,
+            pipeline.comes_unseen,
+            LateReads(reads, self.blocked).meet,
         )
         self.windows = states.windows if by_block else None
         return states

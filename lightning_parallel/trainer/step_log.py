@@ -122,6 +122,7 @@ class StepLog:
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
                 " values that are computed from the last block's output, or set skip_connections=True."
             )
+        refuse_value(name, value)
         if self.silent:
             return
         occurrence = self._seen.get((self.microbatch, name), 0)
@@ -162,6 +163,23 @@ def options_of(
         options = dict(_SIGNATURE.bind(module, name, value, *args, **options).arguments)
         del options["self"], options["name"], options["value"]
     return options
+
+
+def refuse_value(name: str, value: Any) -> None:
+    """Refuse what Lightning refuses, in its words, before values of micro-batches are joined.
+
+    Raises:
+        ValueError: it is no number, no tensor of one element and no metric.
+    """
+    if not isinstance(value, (numbers.Number, Tensor, Metric, MetricCollection)):
+        raise ValueError(
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"`self.log({name}, {value})` was called, but the tensor must have a single element."
+            f" You can try doing `self.log({name}, {value}.mean())`"
+        )
 
 
 def reduced(values: list[Any], weights: list[Any], reduce_fx: str | Callable[..., Any]) -> Any:

@@ -3,12 +3,12 @@
 The one idea: a parameter that is closed is of a class of its own for that time, so that PyTorch asks here before an
 operator or an attribute sees it. What it is like (shape, dtype, device, its gradient) may be asked for, its values may
 not; `data` and `detach()` give this rank's part of them, for what goes element by element, as averages of weights do.
-An open one is of its own class and pays nothing.
+Within a forward whoever reads values is lent the whole parameter. An open one is of its own class and pays nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +29,9 @@ _MAY = {
     *("_has_compatible_shallow_copy_type", "to", "cpu", "cuda"),  # `module.to`
     *("type", "double", "float", "half", "bfloat16"),
 }
-_in_forward = [False]
+_CASTS = {"to", "cpu", "cuda", "type", "double", "float", "half", "bfloat16"}
+Lend = Callable[[nn.Parameter], None]
+_lend: list[Lend | None] = [None]
 _for_shapes = [False]
 
 
@@ -75,9 +77,13 @@ class Kept:
             self.wide.copy_(elements)
 
 
-def watch_forward(runs: bool) -> None:
-    """A forward begins or ends: within one, `data` and `detach()` of closed parameters are refused too."""
-    _in_forward[0] = runs
+def lend_in_forward(lend: Lend | None) -> None:
+    """A forward begins, or ends (None). Within one, `data` of closed parameters is refused too.
+
+    Args:
+        lend: makes a closed parameter whole that the forward reads, or raises.
+    """
+    _lend[0] = lend
 
 
 class Closed:
@@ -92,11 +98,16 @@ class Closed:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if func == torch.equal:  # of parameters it is asked whether they are the same one
             return args[0] is args[1]
-        if (attribute == "data" or name == "detach") and not _for_shapes[0]:
-            return args[0]._kept.values(args[0]) if not _in_forward[0] else _refuse(attribute or name, args)
+        shows, lend = name not in _MAY or attribute in _SHOW_VALUES, _lend[0]
+        if lend is not None and (shows or name in _CASTS) and not _for_shapes[0] and not _writes(name, args):
+            for parameter in _closed_of([*args, *(kwargs or {}).values()]):
+                lend(parameter)
+            return func(*args, **(kwargs or {}))
+        if (attribute == "data" or name == "detach") and not _for_shapes[0]:  # whoever takes `data` may write to it
+            return args[0]._kept.values(args[0]) if lend is None else _refuse(attribute or name, args)
         if name == "copy_":
             return _copy(*args)
-        if (name not in _MAY or attribute in _SHOW_VALUES) and not _for_shapes[0]:
+        if shows and not _for_shapes[0]:
             _refuse(attribute or name, [*args, *(kwargs or {}).values()])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -134,14 +145,22 @@ def _copy(target: Any, source: Any, *_: Any) -> Any:
     return target.copy_(source)
 
 
+def _writes(name: str, args: Any) -> bool:
+    """Whether an operator writes to a closed parameter, which no forward may."""
+    return name.endswith("_") and not name.endswith("__") and isinstance(args[0], Closed)
+
+
+def _closed_of(arguments: Any) -> list[Any]:
+    return [x for x in _flat(arguments) if isinstance(x, Closed)]
+
+
 def _refuse(what: str, arguments: Any) -> NoReturn:
-    closed = [x for x in _flat(arguments) if isinstance(x, Closed)]
+    closed = _closed_of(arguments)
     name = closed[0]._kept.name if closed else "?"
     raise ValueError(
         f"`{what}` reads parameter `{name}`, of which zero_stage=3 leaves this rank a part. In a hook, read it inside"
-        " `with trainer.strategy.whole_parameters():`, on all ranks. In a step that gathers by micro-batch, what is"
-        " read outside of its block's call has to be read in the first step of its kind (training, ...) too; or"
-        ' use gather="step".'
+        " `with trainer.strategy.whole_parameters():`, on all ranks. In a step that gathers by micro-batch, read it in"
+        ' a forward, not in a hook of a backward; or use gather="step".'
     )
 
 

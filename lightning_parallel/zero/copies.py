@@ -17,7 +17,7 @@ from lightning_parallel.zero.partition import Partition
 
 
 def divide_copy(copied: nn.Module, names: Mapping[nn.Parameter, str], partition: Partition) -> None:
-    """Leave of a copy's whole parameters what this rank keeps of the module's.
+    """Leave of a copy's whole parameters what this rank keeps of the module's; of divided ones nothing changes.
 
     Args:
         copied: the copy, on whatever device.
@@ -25,9 +25,9 @@ def divide_copy(copied: nn.Module, names: Mapping[nn.Parameter, str], partition:
         partition: what divides them.
     """
     for parameter, name in names.items():
-        if partition.holds(parameter):
+        like = copied.get_parameter(name) if partition.holds(parameter) else None
+        if like is not None and not isinstance(like, Closed):
             begin, end = partition.piece(parameter)
-            like = copied.get_parameter(name)
             own = torch.cat([like.detach().reshape(-1)[begin:end], like.detach().new_full((1,), float("nan"))])
             like.data = own[-1:].as_strided(like.shape, [0] * like.dim(), end - begin)
             close(like, Kept(name, own[:-1], begin, end, partition.ranks.group))

@@ -1,8 +1,9 @@
 """A bucket whose parameters are whole only while they are needed: stage 3 on flat buckets.
 
 The one idea: the memory of the whole bucket comes and goes, the tensors that autograd has saved of it stay what they
-are. A rank keeps its part; `open` gives the bucket memory and gathers all parts into it, `close` takes the memory away.
-While it is closed, parameters have their shape and dtype, and reading or writing them raises (see `closed.py`).
+are. A rank keeps its part; `open` gives the bucket memory and begins to gather all parts into it, `close` takes the
+memory away. Before all have arrived and while it is closed, parameters have their shape and dtype, and reading or
+writing them raises (see `closed.py`).
 
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; that saved tensors outlive the memory is as PyTorch's
 FullyShardedDataParallel does it (Zhao et al., arXiv 2304.11277, section 4.2).
@@ -57,7 +58,6 @@ class GatheredBucket(Bucket):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         self._tell(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
-            reopen(parameter)
             parameter.data = view
         self._gathering = all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
 
@@ -66,6 +66,12 @@ class GatheredBucket(Bucket):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            for parameter in self.parameters:
+                reopen(parameter)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """A parameter's name, for messages."""
+        return next((n for n, own in zip(self.names, self.parameters, strict=True) if own is parameter), "?")
 
     def close(self) -> None:
         """Free the whole parameters; nobody else is asked."""

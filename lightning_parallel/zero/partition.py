@@ -59,6 +59,9 @@ class Partition:
         group: all ranks that see different rows, on the device; None is the default group.
         apart: what parameters must have in common to lie in one bucket, a sortable value.
 
+    Attributes:
+        filled: what is called when more parameters have been put into buckets.
+
     Raises:
         ValueError: an optimizer has parameters that the module does not register.
     """
@@ -85,6 +88,7 @@ class Partition:
         self._slots: dict[nn.Parameter, tuple[int, int]] = {}
         self.shapes: dict[nn.Parameter, torch.Size] = {}  # as divided; others may change them in the end
         self.optimizers: list[ShardedOptimizer] = []
+        self.filled: list[Callable[[], None]] = []
         self.take(optimizers)
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
@@ -184,6 +188,8 @@ class Partition:
                 bucket.close()
         self.buckets += made
         self.reducer.add(made)
+        for told in self.filled:
+            told()
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """What updates this rank's part of an optimizer's parameters."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,20 +50,17 @@ class StageStates:
         waiting: a context entered while this process is blocked.
         by_block: whether blocks are gathered apart.
         reductions: a group of the ranks of `data`, over which gradients are reduced.
-        comes_unseen: see `EarlyReduction`.
+        comes_unseen, meet: see `EarlyReduction` and `Windows`.
     """
 
     def __init__(
         self,
-        table: ParameterTable,
-        optimizers: Sequence[Optimizer],
-        data: DataAxis,
-        options: Options,
-        waiting: Waiting = nobody_waits,
-        by_block: bool = False,
+        table: ParameterTable, optimizers: Sequence[Optimizer], data: DataAxis, options: Options,
+        waiting: Waiting = nobody_waits, by_block: bool = False,
         reductions: Any = None,
         comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,
-    ) -> None:
+        meet: Callable[[str, int, int], None] = lambda name, place, action: None,
+    ) -> None:  # fmt: skip
         self.table, self.data, self.stage = table, data, options.stage
         self._copies: list[nn.Module] = []
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
@@ -72,7 +70,7 @@ class StageStates:
             table.model, optimizers, ranks, options, control=data.group, source=data.ranks[0], waiting=waiting,
             agree=data.agree, group=data.group, apart=self._apart,
         )  # fmt: skip
-        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of)
+        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of, meet)
         self.early = EarlyReduction(
             partition.reducer, self._entry_of, table.row, lambda: not self.windows.is_walking, comes_unseen
         )
@@ -228,8 +226,10 @@ class StageStates:
         return [bucket.flat for bucket in self.partition.buckets if isinstance(bucket, GatheredBucket)]
 
     def divide_copy(self, copied: nn.Module) -> None:
-        """Divide a callback's copy of the model as the model is."""
-        divide_copy(copied, {parameter: entry.name for parameter, entry in self._entries.items()}, self.partition)
+        """Divide a callback's copy of the model as the model is, and when parameters are added to an optimizer."""
+        names = {parameter: entry.name for parameter, entry in self._entries.items()}
+        self.partition.filled.append(partial(divide_copy, copied, names, self.partition))
+        self.partition.filled[-1]()
         self._copies.append(copied)
 
     def release(self) -> None:

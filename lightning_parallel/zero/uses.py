@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import product
 
+from torch import nn
+
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.gathered import GatheredBucket
 
@@ -72,9 +74,14 @@ class Uses:
         self.kept |= {block for block, stray in zip(blocks, said, strict=False) if stray}
         for (stage, place), is_read in zip(pairs, said[len(blocks) :], strict=True):
             if is_read:
-                self._keep(stage, place)
+                self.keep(stage, place)
 
-    def _keep(self, stage: int, place: int) -> None:
+    def place_of(self, parameter: nn.Parameter) -> tuple[int, GatheredBucket]:
+        """The bucket in which a parameter lies, behind its place."""
+        return next((n, b) for n, b in enumerate(self.buckets) if any(p is parameter for p in b.parameters))
+
+    def keep(self, stage: int, place: int) -> None:
+        """A stage reads a bucket's parameters outside of calls of blocks: they stay as long as its actions."""
         bucket = self.buckets[place]
         number = self._block_of(bucket)
         if not self._uses(stage, bucket):

@@ -2,9 +2,9 @@
 
 The one idea: an action of a stage begins by asking for the stage's parameters and ends by letting go of them. What lies
 in blocks is whole while its block is at work and no longer: a forward says which block it calls, hooks on the graph of
-what a block returned say which one a backward has come to. Whoever holds all of them for longer (a step that gathers
-once, an evaluation, a checkpoint) makes the asking free. All copies of the model run the same actions in the same
-order, so that their gathers meet.
+what a block returned say which one a backward has come to. What a forward reads beside all that is gathered
+there and then. Whoever holds all of them for longer (a step that gathers once, an evaluation, a checkpoint) makes the
+asking free. All copies of the model run the same actions in the same order, so that their gathers meet.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.zero.block_calls import BlockCalls
 from lightning_parallel.zero.bucket import Bucket
-from lightning_parallel.zero.closed import watch_forward
+from lightning_parallel.zero.closed import lend_in_forward
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.strays import Strays
@@ -39,6 +39,8 @@ class Windows:
         waiting: a context entered while this process is blocked.
         block_of: the number of the block in which all of a bucket's parameters lie, None where there is none; such
             buckets are whole as long as an action is.
+        meet: called where a forward reads a parameter beside its block's call, with its name, its bucket's place and
+            the number of this action; raises unless all copies do so at that place. Collective.
 
     Attributes:
         passed: called with a stage's block when its backward is over; None while nobody asks.
@@ -51,9 +53,10 @@ class Windows:
         traffic: Traffic,
         waiting: Waiting = lambda what: nullcontext(),
         block_of: Callable[[Bucket], int | None] = lambda bucket: None,
+        meet: Callable[[str, int, int], None] = lambda name, place, action: None,
     ) -> None:
-        self._traffic, self._waiting = traffic, waiting
-        self._holds = 0
+        self._traffic, self._waiting, self._meet = traffic, waiting, meet
+        self._stage = self._actions = self._holds = 0  # the action's stage, and how many have begun
         self._walk: Walk | None = None
         self._strays: Strays | None = None
         self._uses = Uses(buckets, stages_of, block_of)
@@ -71,7 +74,8 @@ class Windows:
         """Begin to gather what an action of a stage needs at first."""
         if self._strays is not None:
             self._strays.begin(stage, forward)
-        watch_forward(forward)
+        self._stage, self._actions = stage, self._actions + 1
+        lend_in_forward(self._lend if forward else None)
         self._asked = self._uses.of_action(stage)
         for bucket in self._asked:
             bucket.open(self._traffic)
@@ -94,7 +98,7 @@ class Windows:
         """A forward within a backward's action is over, and the backward begins."""
         if self._strays is not None:
             self._strays.end()
-        watch_forward(False)
+        lend_in_forward(None)
         self._finish_walk()
         self._begin_walk(stage, forward=False)
 
@@ -109,10 +113,25 @@ class Windows:
         self._finish_walk()
         if self._strays is not None:
             self._strays.end()
-        watch_forward(False)
+        lend_in_forward(None)
         if not self._holds:
             for bucket in self._asked:  # the way through the blocks has closed the others
                 bucket.close()
+
+    def _lend(self, parameter: nn.Parameter) -> None:
+        """A forward reads a closed parameter: make it whole, as long as this stage's actions are from now on.
+
+        Raises:
+            ValueError: another copy reads another one, or elsewhere.
+        """
+        place, bucket = self._uses.place_of(parameter)
+        if not bucket.is_open:
+            self._meet(bucket.name_of(parameter), place, self._actions)
+            self._uses.keep(self._stage, place)
+            self._asked.append(bucket)
+            bucket.open(self._traffic)
+        with self._waiting("the other copies' parts of the parameters"):
+            bucket.arrive()
 
     def _begin_walk(self, stage: int, forward: bool) -> None:
         if self._holds:

@@ -27,6 +27,10 @@ MIXTRAL = {
     **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }  # fmt: skip
+GPT_OSS = {
+    **DECODER, "vocab_size": 17, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4,
+    "num_key_value_heads": 2, "attention_bias": True, "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 TOKENS = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
@@ -52,6 +56,14 @@ T5 = {
     "vocab_size": 17, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0,
     "use_cache": False, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
 }  # fmt: skip
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """With biases and sinks that are not zero."""
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "sinks" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def causal(model: Any) -> Tensor:
@@ -165,12 +177,23 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 1,
     ),
+    "olmo2": (lambda: build("Olmo2ForCausalLM", {**DECODER, "vocab_size": 17}), causal, 2 * 7 + 2),
+    "olmo2, one head of keys": (
+        lambda: build("Olmo2ForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17}),
+        causal,
+        2 * 7 + 2,
+    ),
     "one product, one head of keys": (lambda: grouped(1), next_tokens, 2 * 3 + 3),
     "one product, two heads of keys": (lambda: grouped(2), next_tokens, 2 * 3 + 3),
     "mixtral": (  # with the router's own loss
         lambda: build("MixtralForCausalLM", MIXTRAL),
         causal,
         2 * (4 + 2) + 2,
+    ),
+    "gpt-oss": (  # experts with biases, kept the other way round; a sink for each head
+        lambda: lively(build("GptOssForCausalLM", GPT_OSS)),
+        causal,
+        2 * (4 + 3 + 1 + 3) + 2,
     ),
     "bert": (
         lambda: build("BertForMaskedLM", {**BERT, "vocab_size": 17}),
@@ -198,6 +221,8 @@ QUICK = (
     "bert",
     "t5",
     "mixtral",
+    "olmo2",
+    "gpt-oss",
     "one product, one head of keys",
 )  # of these the default tests have enough
 
@@ -292,6 +317,8 @@ def check(name: str, size: int, **options: Any) -> None:
         "llama, one head of keys",
         "qwen3, one head of keys",
         "qwen2, two heads of keys",
+        "olmo2, one head of keys",
+        "gpt-oss",
         "t5",
         "one product, two heads of keys",
     ],
@@ -366,17 +393,68 @@ def test_plans_that_do_not_fit_are_refused(plan, size, words):
         TensorParallel(gpt(), TensorAxis(0, size), torch.device("cpu"), plan)
 
 
-@pytest.mark.parametrize(
-    ("options", "more", "words"),
-    [
-        ({"intermediate_size": 33}, {}, "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"),
-        ({}, {"sequence_parallel": True}, "`model.layers.0.mlp.gate` (MixtralTopKRouter) has parameters, is cut by no"),
-    ],
-)
-def test_experts_that_cannot_be_cut_are_refused(options, more, words):
-    model = build("MixtralForCausalLM", {**MIXTRAL, **options})
+def test_experts_that_cannot_be_cut_are_refused():
+    model = build("MixtralForCausalLM", {**MIXTRAL, "intermediate_size": 33})
+    words = "`model.layers.0.mlp.experts` has experts of 33 inner features, which 2 ranks"
     with pytest.raises(ValueError, match=re.escape(words)):
-        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), **more)
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"))
+
+
+class Sorted(nn.Module):
+    """Experts without biases, kept the other way round, gates in front of what they multiply; rows are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(3, 4, 12)), nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x.view(3, -1, 4) @ self.gate_up_proj).chunk(2, dim=-1)
+        return (F.silu(gate) * up @ self.down_proj).view(-1, 4)
+
+
+def test_experts_kept_the_other_way_round_are_one_process():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Sorted()), torch.randn(6, 4)
+    expected = model(x).detach()
+
+    def run(rank: int) -> tuple[Tensor, list[Any]]:
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        return model(x).detach(), [tuple(p.shape) for p in model.parameters()]
+
+    for ours, shapes in run_ranks(run, 2):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+        assert shapes == [(3, 4, 6), (3, 3, 4)]
+
+
+def test_experts_whose_gates_lie_otherwise_than_they_say_are_found_out():
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = build("GptOssForCausalLM", GPT_OSS)
+        for layer in model.model.layers:
+            layer.mlp.experts.is_concatenated = True
+        TensorParallel(model, TensorAxis(rank, 2), torch.device("cpu")).cut()
+        causal(model)
+
+    with pytest.raises(
+        ValueError, match=r"`model.layers.0.mlp.experts` computes other values on 2 ranks of the tensor"
+    ):
+        run_ranks(run, 2)
+
+
+class Listed(nn.Module):
+    """A router and experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(Perceptron() for _ in range(2))
+
+
+def test_on_slices_a_router_of_experts_in_a_list_is_refused():
+    model = nn.ModuleDict({"blocks": nn.Sequential(Listed(), Listed())})
+    with pytest.raises(
+        ValueError, match=re.escape("`blocks.0.gate` (Linear) has parameters, is cut by no style and is no")
+    ):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"), sequence_parallel=True)
 
 
 def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
@@ -385,10 +463,12 @@ def test_fused_keys_whose_heads_do_not_fit_the_ranks_are_refused():
         TensorParallel(grouped(2), TensorAxis(0, 8), torch.device("cpu"), {"*.qkv": "colwise:4+2+2"})
 
 
-def test_norms_of_all_heads_together_are_refused():
-    words = "`model.layers.0.self_attn.q_norm` (Olmo2RMSNorm) normalises 16 features of all heads together, of which"
-    with pytest.raises(ValueError, match=re.escape(f"{words} each of 2 ranks of the tensor axis has 8.")):
-        TensorParallel(build("Olmo2ForCausalLM", DECODER), TensorAxis(0, 2), torch.device("cpu"))
+def test_norms_of_features_that_no_product_makes_are_refused():
+    model = build("Olmo2ForCausalLM", DECODER)
+    model.model.layers[1].self_attn.q_norm = nn.RMSNorm(12)
+    words = "`model.layers.1.self_attn.q_norm` (RMSNorm) normalises 12 features, more than those of a head (4), and no"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        TensorParallel(model, TensorAxis(0, 2), torch.device("cpu"))
 
 
 def test_heads_of_keys_that_neither_divide_the_ranks_nor_are_divided_are_refused():
@@ -452,6 +532,8 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
     [
         "gpt",
         "gemma2",
+        "mixtral",
+        "gpt-oss",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "qwen3", "llama, one head of keys")),
     ],
 )

@@ -174,11 +174,101 @@ def test_a_stage_may_read_weights_of_another_on_its_rank():
 
 
 class Later(GPT):
-    """Reads a weight beside its block's call from the second step on."""
+    """Reads weights beside their blocks' calls from the second step on: of blocks before, behind and right behind what
+    was called last, and within another one's call; then of one more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.blocks[3].of_another = (self.blocks[1].up,) if batch_idx else ()
+        loss = super().training_step(batch, batch_idx)
+        for block in range(batch_idx):
+            loss = loss + 1e-3 * self.blocks[block].up.weight.detach().square().sum() * loss
+        return loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for number, block in enumerate(self.blocks):
+            if self.trainer.global_step and number in (2, 5):
+                x = x * (1 + self.blocks[number].down.weight.mean()) + self.blocks[6].norm_2.weight.float()
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Borrowing(Block):
+    """Adds what a linear layer of another block makes of its input."""
+
+    of_another: Any = ()  # no list of modules, which would be its own
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        inner = super().forward(x, mask)
+        return sum((F.linear(x, linear.weight).mean(-1, True) for linear in self.of_another), inner)
+
+
+def later() -> GPT:
+    model = gpt(Later, tie_embeddings=False)()
+    model.blocks[3].__class__ = Borrowing
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
+def test_what_is_first_read_in_a_later_step_is_gathered_there(recompute: str):
+    case = gpt_case(gradient_clip_val=None).but(make=later, at_end=kept)
+    ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})
+    by_step, by_block = on_meshes([(case, Mesh(2, 1, 1, {"recompute": recompute, **way})) for way in ways])
+    for ours, theirs in zip(by_block, by_step, strict=True):
+        assert_equal(ours, theirs, recompute)
+        assert ours.extra == {0, 1, 6}
+
+
+class LaterOfAnother(OfAnother):
+    """Reads weights of the other stage from the second step on."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.trainer.global_step else GPT.forward(self, tokens)
+
+
+@pytest.mark.slow
+def test_a_later_step_may_read_weights_of_another_stage_on_its_rank():
+    case = gpt_case(gradient_clip_val=None).but(make=gpt(LaterOfAnother, tie_embeddings=False))
+    ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})
+    by_step, by_block = on_meshes([(case, Mesh(2, 2, 1, {"schedule": "zb_v", **way})) for way in ways])
+    for ours, theirs in zip(by_block, by_step, strict=True):
+        assert_equal(ours, theirs, "weights of another stage, later")
+
+
+class Alone(GPT):
+    """Copies read weights of different blocks in the second step, or one copy alone reads one."""
+
+    of_second: int | None = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss + self.blocks[0].up.weight.square().sum() if batch_idx else loss
+        block = self.of_second if self.global_rank else 0
+        return loss + self.blocks[block].up.weight.square().sum() if batch_idx and block is not None else loss
+
+
+class QuiteAlone(Alone):
+    of_second = None
+
+
+@pytest.mark.parametrize("kind", [Alone, pytest.param(QuiteAlone, marks=pytest.mark.slow)])
+def test_a_copy_that_reads_alone_is_told(kind: type[Alone]):
+    words = (
+        "reads parameter `blocks.[01].up.weight` outside of its block's call, for the first time, and another copy"
+        if kind is Alone
+        else "(?s)waited for another one.*the other copies of the model to read parameter `blocks.0.up.weight` too"
+    )
+    with pytest.raises(StageError, match=words):
+        on_meshes([(gpt_case().but(make=gpt(kind)), Mesh(2, 1, 1, THREE))])
+
+
+class InHook(GPT):
+    """A hook of the backward reads a weight of a block that has been freed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx:
+            loss.register_hook(lambda gradient: gradient * (1 + self.blocks[0].up.weight.square().sum()))
+        return loss
 
 
 def reads_between_steps(trainer: Trainer, module: LightningModule) -> str:
@@ -196,7 +286,7 @@ def test_whoever_reads_a_freed_parameter_is_told():
     [records] = on_meshes([(gpt_case(gradient_clip_val=None).but(make=gpt(), at_end=reads_between_steps), mesh)])
     assert all(f"`norm` {words}" in record.extra for record in records)
     with pytest.raises(StageError, match=f"`square` {words}"):
-        on_meshes([(gpt_case().but(make=gpt(Later)), mesh)])
+        on_meshes([(gpt_case().but(make=gpt(InHook)), mesh)])
 
 
 class Watched(Callback):

@@ -115,6 +115,37 @@ def assert_same_as_one_process(runs: dict[str, tuple[Case, dict[str, Any]]], tim
             assert held < 2 / 3 * whole, "a half, and a number behind each part"
 
 
+class Thawed(Averaged):
+    """A layer trains from the second epoch on, in a group of its own."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.net[0].requires_grad_(False)
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            self.optimizers().optimizer.add_param_group({"params": list(self.net[0].parameters())})
+
+
+def parameters_after(trainer: Trainer, module: Any) -> dict[str, torch.Tensor]:
+    """After a run an average is what the model has."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.skipif(not hasattr(of_lightning, "EMAWeightAveraging"), reason="Lightning has it from version 2.6 on")
+@pytest.mark.parametrize("options", [THREE, pytest.param(EACH, marks=pytest.mark.slow)], ids=["step", "microbatch"])
+def test_averages_of_a_layer_that_is_added_to_the_optimizer_later(options: dict[str, Any]):
+    average = {"max_epochs": 3, "callbacks": lambda: [of_lightning.EMAWeightAveraging(decay=0.5)]}
+    case = Case(Thawed, lambda: loader(4, 2), trainer=average, after=parameters_after)
+    [records] = on_mesh((case, options), stages=1)
+    reference = one_process(case.but(loader=lambda: loader(8)))
+    assert_all_rows(case, reference, records)
+    for record in records:
+        torch.testing.assert_close(record.extra, reference.extra, rtol=1e-3, atol=1e-4)
+    assert not torch.equal(reference.extra["net.0.weight"], reference.initial["net.0.weight"])
+
+
 @pytest.mark.slow
 def test_a_parameter_that_only_one_copy_uses():
     case = Case(Conditional, lambda: loader(2), trainer={"max_epochs": 2}, validate=False)

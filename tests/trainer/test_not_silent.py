@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.modules import WIDTH, Classifier, chain, row_loader
-from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages
+from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages, one_process
 
 
 class WithoutIndex(Classifier):
@@ -280,6 +280,23 @@ def test_a_logged_value_that_is_no_mean_over_rows_is_told_of(name: str, log: Any
         rf"The step logs '{name}': \S+ for a whole batch, and \S+ joined over its \d micro-batches", message
     )
     assert "self.log(name, metric)" in message
+
+
+NOT_LOGGED = {
+    "text": lambda logits, y: "good",
+    "nothing": lambda logits, y: None,
+    "parts": lambda logits, y: {"mean": logits.detach().mean()},
+    "three": lambda logits, y: torch.ones(3),
+}
+
+
+@pytest.mark.parametrize("kind", ["text", *(pytest.param(k, marks=pytest.mark.slow) for k in list(NOT_LOGGED)[1:])])
+def test_a_value_that_cannot_be_logged_is_refused_as_in_one_process(kind: str):
+    case = Case(lambda: LogsMore(kind, NOT_LOGGED[kind]), row_loader)
+    with pytest.raises(ValueError, match=rf"`self\.log\({kind}, ") as told:
+        one_process(case)
+    kept = str(told.value).partition("was called")[2].partition("You can try")[0]
+    assert f"self.log({kind}, " in (message := failure_of(case)) and kept in message
 
 
 class Recurrent(Classifier):

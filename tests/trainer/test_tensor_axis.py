@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import LightningModule, callbacks
 
 from lightning_parallel.callbacks import CommunicationMonitor
@@ -34,6 +35,22 @@ def one_key_head() -> HuggingFaceLM:
     module = llama()
     module.model.config.num_key_value_heads = 1
     module.model = type(module.model)(module.model.config)
+    return module
+
+
+def gpt_oss() -> HuggingFaceLM:
+    """Experts with biases, and a router; sinks in its attention."""
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 4,
+    }
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "sliding_window": 4}
+    config = transformers.GptOssConfig(vocab_size=19, max_position_embeddings=16, use_cache=False, **sizes, **experts)
+    module = llama()
+    module.model = transformers.GptOssForCausalLM(config)
     return module
 
 
@@ -70,7 +87,7 @@ def test_a_tensor_axis_is_one_process():
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("make", [whole_gpt, llama, one_key_head])
+@pytest.mark.parametrize("make", [whole_gpt, llama, one_key_head, gpt_oss])
 def test_layouts_with_a_tensor_axis_are_one_process(make):
     check_layouts(make, list(MESHES), timeout=110.0)
 
