@@ -63,6 +63,7 @@ class Hub(HubLines):
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
         self._may_lose = False  # whether the others go on without one that dies before there are servers
+        self._found: set[int] = set()  # ranks whose part of an evaluation is with nobody else
         self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self._batches: dict[int, bytes] = {}  # of the step that all make together
@@ -110,6 +111,8 @@ class Hub(HubLines):
             self.say(rank, "answer", self._batches[rest[0]])
         elif kind == "may lose":
             self._may_lose = True
+        elif kind == "found":
+            (self._found.add if rest[0] else self._found.discard)(rank)
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
@@ -140,7 +143,11 @@ class Hub(HubLines):
         is_new = rank in self.meeting.coming
         if self.failure is None:
             dealt = "dealt to them" if self.deals.members or self._may_lose else "skipped"
-            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
+            missing = " What it had evaluated or predicted, and not yet given to the others or written, is missing."
+            _log.warning(
+                f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}."
+                f"{missing if rank in self._found else ''}"
+            )
         if not is_new:
             self._retire(rank)
         self._end(line, rank)
