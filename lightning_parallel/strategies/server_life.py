@@ -33,6 +33,7 @@ from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import take_up
 from lightning_parallel.trainer.line import JOIN, first_of
 from lightning_parallel.trainer.new_worker import load_state, state_of
+from lightning_parallel.trainer.prediction_rows import PredictionRows
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
@@ -120,7 +121,8 @@ class ServerLife(MeetingStrategy):
         if together:
             refuse_steps(trainer, type(self).__name__)
         self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)
-        self.evaluations = EvaluationRows(trainer, self._line, self._meet)
+        kind = PredictionRows if trainer.predicting else EvaluationRows
+        self.evaluations = kind(trainer, self._line, self._meet)
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)

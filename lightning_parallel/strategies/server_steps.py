@@ -31,7 +31,7 @@ class ServerSteps(ServerLife):
         trainer = self._module.trainer
         if self.rows is not None and trainer.training:
             self.rows.take(dataloader)
-        elif self.evaluations is not None and (trainer.evaluating or trainer.sanity_checking):
+        elif self.evaluations is not None and (trainer.evaluating or trainer.sanity_checking or trainer.predicting):
             self.evaluations.take(dataloader)
         return dataloader
 
@@ -41,10 +41,19 @@ class ServerSteps(ServerLife):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(super().test_step(*args, **kwargs))
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().predict_step(*args, **kwargs))
+
     def _evaluated(self, output: Any) -> Any:
         if self.evaluations is not None:
             self.evaluations.after_step()
         return output
+
+    def on_validation_end(self) -> None:
+        if self.evaluations is not None:
+            self.evaluations.ended()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_train_start(self) -> None:
         if self.restarts and (self.rows is None or not self.rows.are_dealt):

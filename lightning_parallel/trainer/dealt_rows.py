@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -49,8 +50,11 @@ class DealtSampler(Sampler[int]):
 
 def share_of(sampler: DistributedSampler, part: Part) -> DistributedSampler:
     """The sampler of the share that a part is of."""
-    share: DistributedSampler = DistributedSampler(
-        sampler.dataset, len(part.members), part.place, sampler.shuffle, sampler.seed, sampler.drop_last
+    share, kind = copy.copy(sampler), DistributedSampler
+    if isinstance(sampler, UnrepeatedDistributedSampler):
+        kind = UnrepeatedDistributedSampler
+    kind.__init__(
+        share, sampler.dataset, len(part.members), part.place, sampler.shuffle, sampler.seed, sampler.drop_last
     )
     share.set_epoch(part.epoch)
     return share

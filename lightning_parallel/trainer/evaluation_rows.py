@@ -2,8 +2,9 @@
 
 The one idea: what a worker has found is lost with it, so all of its share is evaluated anew, and each row counts once.
 All meet at the end of a loader's rows, before anything is computed over workers; whoever is missing there has its share
-dealt among the others, and all meet again behind that. Everybody knows the shares, so nobody has to be asked. Left out:
-loaders that deal for themselves, predictions.
+dealt among the others, and all meet again behind that. Everybody knows the shares, so nobody has to be asked. The hub
+is told who has found what would be lost with it from there on. Left out: loaders that deal for themselves, predictions
+(``prediction_rows.py``).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class EvaluationRows:
         """An evaluation begins: divide the rows among those who are there."""
         shares = self._shares[id(own)] = Shares(self._meet("the rows of an evaluation"))
         own.divide(Part(epoch, shares.members, shares.members.index(self._line.rank)))
-        loop = self._trainer._evaluation_loop
+        loop = self._loop
         loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
         for index, loader in enumerate(loaders):
             if self._sampler_of(loader) is own:  # in a fit, where Lightning has counted its batches before
@@ -91,7 +92,7 @@ class EvaluationRows:
 
     def after_step(self) -> None:
         """At the end of a loader's rows, take those of workers that are gone."""
-        combined: Any = self._trainer._evaluation_loop._combined_loader
+        combined: Any = self._loop._combined_loader
         iterator = combined._iterator
         if not isinstance(iterator, _Sequential) or iterator.limits is None:
             return
@@ -108,6 +109,20 @@ class EvaluationRows:
             if batches:
                 self._extend(index, loader, batches)
                 return
+        self._line.found(True)
+
+    def ended(self) -> None:
+        """The evaluation is over, and what was found is with all."""
+        if self._shares:
+            self._line.found(False)
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer._evaluation_loop
+
+    @property
+    def _limit(self) -> int | float:
+        return self._trainer.limit_test_batches if self._trainer.testing else self._trainer.limit_val_batches
 
     def _batches_of(self, loader: Any, shares: Shares, share: Share) -> list[list[int]]:
         """The rows of a share, by batch."""
@@ -122,7 +137,7 @@ class EvaluationRows:
 
     def _extend(self, index: int, loader: DataLoader, batches: list[list[int]]) -> None:
         """Have Lightning go on with more batches of a loader."""
-        loop = self._trainer._evaluation_loop
+        loop = self._loop
         fetcher, combined = loop._data_fetcher, loop._combined_loader
         assert fetcher is not None and combined is not None and combined._iterator is not None
         assert combined.limits is not None and fetcher.length is not None
@@ -137,7 +152,6 @@ class EvaluationRows:
         return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
     def _limited(self, batches: int) -> int | float:
-        trainer = self._trainer
-        limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-        assert trainer.state.stage is not None
-        return _parse_num_batches(trainer.state.stage, batches, limit)
+        stage = self._trainer.state.stage
+        assert stage is not None
+        return _parse_num_batches(stage, batches, self._limit)

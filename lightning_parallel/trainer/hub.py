@@ -2,7 +2,7 @@
 
 The one idea: whoever waits for the others says what for and gives a value (``meeting.py``). A worker that dies is not
 waited for, its rows are dealt to the others (``row_deals.py``), and that all wait for different things is seen at once.
-The same process starts the run's servers and asks them. Left out: processes.
+The same process starts the run's servers and asks them. Left out: connections (``hub_lines.py``), processes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import logging
 import pickle
 import queue
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.connection import wait
-from typing import Any, cast
+from typing import Any
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
@@ -23,6 +21,7 @@ from lightning_parallel.server.hosting import Far, Hosting, host
 from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.excuses import excuse
 from lightning_parallel.trainer.hosts import Hosts
+from lightning_parallel.trainer.hub_lines import HubLines
 from lightning_parallel.trainer.line import ROWS, STEP
 from lightning_parallel.trainer.meeting import Meeting
 from lightning_parallel.trainer.row_deals import Deals, Part
@@ -31,7 +30,7 @@ SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
 
 
-class Hub:
+class Hub(HubLines):
     """Talks to all ranks of a run.
 
     Args:
@@ -45,7 +44,6 @@ class Hub:
 
     Attributes:
         answers: what ranks returned in the end.
-        failure: the first failure, as the bytes of a ``Failure``.
     """
 
     def __init__(
@@ -58,29 +56,26 @@ class Hub:
         hosts: Hosts | None = None,
         far: Mapping[int, Far] | None = None,
     ) -> None:
-        self.lines, self._hint, self._restart = dict(lines), hint, restart
+        super().__init__(lines)
+        self._hint, self._restart = hint, restart
         self._island_size, self._kill, self._hosts, self._far = island_size, kill, hosts, far
         self.deals, self._numbers = Deals(), dict[int, int]()
         self._settled: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, pushes that came of it
         self._unsettled = 0
         self._may_lose = False  # whether the others go on without one that dies before there are servers
+        self._found: set[int] = set()  # ranks whose part of an evaluation is with nobody else
         self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self._batches: dict[int, bytes] = {}  # of the step that all make together
         self._same: dict[int, deque[list[Part]]] = defaultdict(deque)  # what an island's members are answered, too
         self.meeting = Meeting(set(lines.values()))
         self.answers: dict[int, Any] = {}
-        self.failure: bytes | None = None
         self.hosting: Hosting | None = None
 
     def turn(self, timeout: float) -> None:
         """Wait at most so many seconds for something, and react to all that is there."""
-        for line in wait(cast(Any, list(self.lines)), timeout=timeout):
-            assert isinstance(line, AnyConnection)
-            rank = self.lines[line]
-            try:
-                message = pickle.loads(line.recv_bytes())
-            except (EOFError, OSError):
+        for line, rank, message in self.heard(timeout):
+            if message is None:
                 self._gone(line, rank)
             else:
                 self._react(line, rank, *message)
@@ -105,17 +100,19 @@ class Hub:
             self._met(self.meeting.arrive(rank, *rest))
         elif kind == "ask":
             assert self.hosting is not None
-            self._say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
+            self.say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
         elif kind == "deal":
             first = rest[0] not in self.deals.members
             joins = first and self.meeting.coming
-            self._say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
+            self.say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
         elif kind == "more":
-            self._say(rank, "answer", self._more(rank))
+            self.say(rank, "answer", self._more(rank))
         elif kind == "batch":
-            self._say(rank, "answer", self._batches[rest[0]])
+            self.say(rank, "answer", self._batches[rest[0]])
         elif kind == "may lose":
             self._may_lose = True
+        elif kind == "found":
+            (self._found.add if rest[0] else self._found.discard)(rank)
         elif kind == "note":
             self._numbers[rank] = rest[0]
             self.deals.note(rank, *rest[1:])
@@ -146,7 +143,11 @@ class Hub:
         is_new = rank in self.meeting.coming
         if self.failure is None:
             dealt = "dealt to them" if self.deals.members or self._may_lose else "skipped"
-            _log.warning(f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}.")
+            missing = " What it had evaluated or predicted, and not yet given to the others or written, is missing."
+            _log.warning(
+                f"Worker {rank} is gone ({why}). The others go on; the rows that are its share are {dealt}."
+                f"{missing if rank in self._found else ''}"
+            )
         if not is_new:
             self._retire(rank)
         self._end(line, rank)
@@ -218,7 +219,7 @@ class Hub:
         if what == STEP:
             values = self._step(values)
         for rank in values:
-            self._say(rank, "met", values)
+            self.say(rank, "met", values)
 
     def _step(self, values: dict[int, Any]) -> dict[int, Any]:
         """All make a step together: from here on each one's rows are trained on, whoever dies."""
@@ -237,18 +238,3 @@ class Hub:
             self.fail(Failure(0, where="the start of the servers", error=error).to_bytes())
             return {}
         return dict.fromkeys(values, pickle.dumps(replace(self.hosting.job, keys=None)))
-
-    def fail(self, failure: bytes) -> None:
-        """Tell everybody of the first failure of the run."""
-        if self.failure is None:
-            self.failure = failure
-            for rank in list(self.lines.values()):
-                self._say(rank, "failed", failure)
-
-    def _say(self, rank: int, *words: Any) -> None:
-        for line in self._of(rank):
-            with suppress(OSError):  # it died, which is seen when it is read from
-                line.send_bytes(pickle.dumps(words))
-
-    def _of(self, rank: int) -> Iterable[AnyConnection]:
-        return [line for line, other in self.lines.items() if other == rank]

@@ -114,6 +114,10 @@ class Line:
         """Tell that the others could go on without any rank but the first, though there are no servers."""
         self._say("may lose")
 
+    def found(self, is_alone: bool) -> None:
+        """Tell that what this worker has evaluated would be lost with it, or no longer; waits for nothing."""
+        self._say("found", is_alone)
+
     def stuck(self, wait: int) -> None:
         """Tell that the members of this worker's island are waited for, long since; waits for nothing."""
         self._say("stuck", wait)

@@ -121,7 +121,7 @@ class Trained(Evaluates):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_evaluations_of_a_fit_are_of_all_rows(epochs):
+def test_evaluations_of_a_fit_are_of_all_rows(epochs, caplog):
     """The one in which a worker dies, and the next one, whose rows are divided among those who are left."""
     torch.manual_seed(1)
     module = type("Killed", (Trained,), {"dies": [(1, 1, 0, 3)], "killed": [(2, 1, 1)]})()
@@ -131,3 +131,21 @@ def test_evaluations_of_a_fit_are_of_all_rows(epochs):
     assert found["rows"] == found["number"] == ROWS
     torch.testing.assert_close(found["val_loss"], found["wanted_loss"], **LOSS)
     torch.testing.assert_close(found["accuracy"], found["wanted_accuracy"], **LOSS)
+    assert "What it had evaluated" not in caplog.text  # both died where nothing was lost
+
+
+class DiesLate(Evaluates):
+    """A worker dies between the end of all rows and its metrics."""
+
+    def on_validation_epoch_end(self):
+        if self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().on_validation_epoch_end()
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
+def test_a_worker_that_dies_while_metrics_are_computed_is_missing_in_them_and_the_log_says_so(caplog):
+    trainer = make_trainer(ParameterServerStrategy("bsp"), WORKERS)
+    (found,) = trainer.validate(DiesLate(), verbose=False)
+    assert found["number"] == ROWS * (WORKERS - 1) // WORKERS
+    assert "What it had evaluated or predicted, and not yet given to the others or written, is missing." in caplog.text
