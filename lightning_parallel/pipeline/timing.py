@@ -106,7 +106,8 @@ def shadow_of(model: nn.Module, why: str) -> tuple[nn.Module, Call]:
     if example is None:
         raise ValueError(
             f"{why} runs {type(model).__name__}.forward once on shapes alone and needs its example_input_array. Set"
-            ' self.example_input_array, or use partition="parameters", "count" or a list of blocks a stage.'
+            ' self.example_input_array (a micro-batch), or do without: name a schedule, and use partition="parameters",'
+            ' "count" or a list of blocks a stage.'
         )
     inputs = tree_map_only(Tensor, lambda t: t.to("meta"), example)
     call = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
