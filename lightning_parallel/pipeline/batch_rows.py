@@ -105,7 +105,16 @@ def _length_of_lists(batch: Any) -> int:
     lengths = {len(column) for column in lists}
     if not columns or len(lists) < len(columns) or len(lengths) > 1:
         return 0
-    return lengths.pop() if any(len(set(_lengths(column))) != 1 for column in lists) else 0
+    return lengths.pop() if any(_is_of_samples(column) for column in lists) else 0
+
+
+def _is_of_samples(entries: Any) -> bool:
+    """Whether entries of one kind cannot be columns: mappings, numbers, or tensors of several lengths."""
+    return isinstance(entries[0], Mapping) or len(set(_lengths(entries))) != 1 or _has_numbers(entries)
+
+
+def _has_numbers(tree: Any) -> bool:
+    return any(isinstance(leaf, (int, float)) for leaf in leaves(tree))
 
 
 def _number_of_samples(batch: Any) -> int:
@@ -119,7 +128,7 @@ def _is_batch(entry: Any) -> bool:
     """Whether a structure's tensors have one first dimension. One tensor and a number are a sample and its label."""
     lengths = _lengths(entry)
     vectors = [length for length in lengths if length >= 0]
-    numbers = -1 in lengths or any(isinstance(leaf, (int, float)) for leaf in leaves(entry))
+    numbers = -1 in lengths or _has_numbers(entry)
     return len(set(vectors)) == 1 and (len(vectors) > 1 or not numbers)
 
 

@@ -326,7 +326,15 @@ class Detector(Classifier):
     def loss(self, batch: Any) -> Tensor:
         x, targets = batch
         pairs = zip(self(x), targets, strict=True)
-        return torch.stack([(found - target["wanted"]).square().mean() for found, target in pairs]).mean()
+        loss = torch.stack([(found - target["wanted"]).square().mean() for found, target in pairs]).mean()
+        self.log("own", loss, batch_size=len(x))
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
 
 
 def targets() -> list[Any]:
