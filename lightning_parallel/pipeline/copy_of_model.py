@@ -7,7 +7,6 @@ all, or tells one to all, speaks in terms of stages. Left out: what travels from
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.failure.patience import Moving
-from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch_digest import digest_of
 from lightning_parallel.pipeline.channel import Channel, Waiting
 
 _FILLED = {  # by whether steps end on several ranks
@@ -196,7 +195,7 @@ class Copy:
         """
         if len(self.mates) == 1:
             return
-        mine = {name: _digest(value) for name, value in values.items()}
+        mine = {name: digest_of(value) for name, value in values.items()}
         everyone, ranks = self._all_gather(mine, len(self.mates), self._mates_group), self.mates
         for name, first in everyone[0].items():
             others = [
@@ -218,12 +217,3 @@ class Copy:
     def _unlike(self, what: str, name: str, ranks: str) -> str:
         why = _FILLED[self.both_ways]
         return _DIFFERENT[what].format(name=name, ranks=ranks, first=self.mates[0], why=why)
-
-
-def _digest(batch: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in microbatch.leaves(batch):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
-    return digest.hexdigest()

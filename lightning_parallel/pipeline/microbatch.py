@@ -1,41 +1,24 @@
 """Cut a batch into micro-batches, keeping the user's structure, and join what the micro-batches returned.
 
 The one idea: a batch is a tree of mappings, sequences and tensors, and has `rows`. Whatever has one entry a row (a
-tensor whose first dimension is `rows`, a list of `rows` strings or numbers) is cut; everything else is handed to every
-micro-batch as it is. Left out: batches whose rows lie along another dimension than the first.
+tensor whose first dimension is `rows`, a list of `rows` strings, numbers or other things of one kind) is cut;
+everything else is handed to every micro-batch as it is; `batch_rows` tells which is which. Left out: batches whose rows
+lie along another dimension than the first.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PLAIN = (str, bytes, int, float, bool, type(None))
-
-
-def count_rows(batch: Any) -> int:
-    """The number of rows of a batch: the first dimension of its first tensor with a dimension.
-
-    Raises:
-        ValueError: the batch has no such tensor.
-
-    Example:
-        >>> count_rows({"name": ["a", "b"], "x": torch.zeros(2, 3)})
-        2
-    """
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise ValueError(
-        f"The pipeline got a batch of type {type(batch).__name__} without a tensor that has a first dimension, and"
-        " cannot count its rows. Give the batch at least one tensor with one entry a row."
-    )
+from lightning_parallel.pipeline.batch_rows import is_plain_list, leaves, row_lists
+from lightning_parallel.pipeline.uncuttable import refuse_what_cannot_be_cut
 
 
 def row_sizes(rows: int, num_microbatches: int) -> list[int]:
@@ -58,54 +41,27 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     if len(sizes) == 1:
         return [batch]
-    _refuse_graph(batch)
     rows = sum(sizes)
+    refuse_what_cannot_be_cut(batch, rows)
+    is_row_list = row_lists(batch, rows)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def cut(span: slice, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[span] if leaf.dim() > 0 and leaf.shape[0] == rows else leaf
-        if _is_row_list(leaf):
-            return leaf[span] if len(leaf) == rows else leaf
-        return leaf
+        return leaf[span] if is_row_list(leaf) else leaf
 
-    return [map_leaves(partial(cut, span), batch) for span in spans]
-
-
-def _refuse_graph(batch: Any) -> None:
-    """Raise for a graph, whose edges name nodes by their place among all nodes of the batch."""
-    for name, value in _named(batch):
-        if name.endswith("edge_index") and isinstance(value, Tensor):
-            raise ValueError(
-                f"The batch has a `{name}` of shape {tuple(value.shape)}, which names rows by their place in the whole"
-                " batch, so that a pipeline cannot cut the batch into micro-batches of some rows (nodes) each. Use"
-                " num_microbatches=1 and more copies (data_parallel_size=), or give every graph as a row: dense"
-                " tensors (graph, node, ...), padded, with an adjacency tensor (graph, node, node)."
-            )
+    is_leaf = lambda value: is_row_list(value) or is_plain_list(value)  # noqa: E731
+    return [map_leaves(partial(cut, span), batch, is_leaf) for span in spans]
 
 
-def _named(tree: Any) -> Iterator[tuple[str, Any]]:
-    """What a batch's mappings and objects hold, by their names."""
-    fields: Mapping[Any, Any] = {}
-    if isinstance(tree, Mapping):
-        fields = tree
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        fields = dict(zip(tree._fields, tree, strict=True))
-    for name, value in fields.items():
-        yield str(name), value
-        yield from _named(value)
-    if isinstance(tree, (list, tuple)) and not fields and not _is_row_list(tree):
-        for value in tree:
-            yield from _named(value)
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_plain_list) -> Any:
     """Apply a function to every leaf of a batch; mappings, sequences and dataclasses keep their type."""
+    if is_leaf(tree):
+        return function(tree)
     if isinstance(tree, Mapping):
-        new = {key: map_leaves(function, value) for key, value in tree.items()}
+        new = {key: map_leaves(function, value, is_leaf) for key, value in tree.items()}
         if type(tree) is dict:
             return new
         clone: Any = copy.copy(tree)
@@ -114,31 +70,16 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         clone.update(new)
         return clone
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, value) for value in tree))
-    if isinstance(tree, (list, tuple)) and not _is_row_list(tree):
-        return type(tree)(map_leaves(function, value) for value in tree)
+        return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(function, value, is_leaf) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: map_leaves(function, getattr(tree, f.name)) for f in dataclasses.fields(tree)}
+        fields = {f.name: map_leaves(function, getattr(tree, f.name), is_leaf) for f in dataclasses.fields(tree)}
         clone = copy.copy(tree)
         for name, value in fields.items():
             object.__setattr__(clone, name, value)
         return clone
     return function(tree)
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Every leaf of a batch, in order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)) and not _is_row_list(tree):
-        for value in tree:
-            yield from leaves(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name))
-    else:
-        yield tree
 
 
 def signature(batch: Any) -> tuple[Any, ...]:
@@ -178,8 +119,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float |
 
 def _is_by_row(value: Any, rows: int) -> bool:
     """Whether a list holds one entry a row: plain values, or structures whose tensors have no dimension for rows."""
-    if not isinstance(value, list) or _is_row_list(value):
-        return _is_row_list(value)
+    if not isinstance(value, list) or is_plain_list(value):
+        return is_plain_list(value)
     tensors = [leaf for entry in value for leaf in leaves(entry) if isinstance(leaf, Tensor)]
     return not any(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
 
@@ -208,9 +149,3 @@ def _weighted(value: Any, weight: float | Tensor) -> Any:
     if weight == 0:
         return torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
     return value * weight
-
-
-def _is_row_list(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and all(isinstance(x, _PLAIN) for x in value)
-    )

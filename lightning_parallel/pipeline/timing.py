@@ -136,7 +136,8 @@ def example_of(model: nn.Module, why: str) -> Call:
     if example is None:
         raise ValueError(
             f"{why} runs {type(model).__name__}.forward once on shapes alone and needs its example_input_array. Set"
-            ' self.example_input_array, or use partition="parameters", "count" or a list of blocks a stage.'
+            ' self.example_input_array (a micro-batch), or do without: name a schedule, and use partition="parameters",'
+            ' "count" or a list of blocks a stage.'
         )
     if isinstance(example, dict):
         return (), example

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.batch_rows import count_rows
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.replica_check import buffers_unchanged
@@ -141,7 +142,7 @@ class PipelineSteps(PipelineGradients):
     on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
-        return microbatch.row_sizes(microbatch.count_rows(batch), self._default_microbatches())
+        return microbatch.row_sizes(count_rows(batch), self._default_microbatches())
 
     def wants_loss_check(self, step: TrainerStep) -> bool:
         """Whether this step's loss and logged numbers are compared with those of the whole batch: the first training

@@ -34,6 +34,7 @@ from lightning_parallel.trainer.left_behind import take_up
 from lightning_parallel.trainer.line import JOIN, first_of
 from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.prediction_rows import PredictionRows
+from lightning_parallel.trainer.refusals import refuse_synchronised_norms
 from lightning_parallel.trainer.server_plan import Plan, Wishes
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
@@ -118,6 +119,8 @@ class ServerLife(MeetingStrategy):
         ParallelStrategy.setup(self, trainer)
         assert self._line is not None
         together = isinstance(self.wishes.consistency, Sandblaster)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_synchronised_norms(self, "sees a worker's own rows", "larger batches, or norms of single rows")
         if together:
             refuse_steps(trainer, type(self).__name__)
         self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)

@@ -166,6 +166,8 @@ class ZeROStrategy(ZeRODivision):
         self.accelerator.setup(trainer)
         self.let_host_run_ahead(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         clean_state_dicts(self.lightning_module)
         self._engine = None
         self._control = dist.new_group(backend="gloo")
@@ -236,6 +238,8 @@ class ZeROStrategy(ZeRODivision):
         self._control = None
         if failed or self.lightning_module is None:
             return
+        if self._layer_sync is not None:
+            self.model = self._layer_sync.revert(self.lightning_module)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.lightning_module.to("cpu")
 

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_parallel.pipeline.microbatch import count_rows
+from lightning_parallel.pipeline.batch_rows import count_rows
 from lightning_parallel.server.layout import Layout
 from lightning_parallel.server.messages import Copy
 from lightning_parallel.server.served_lbfgs import ServedLBFGS, Space

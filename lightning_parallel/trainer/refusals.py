@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,6 +30,9 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     _refuse_batch_size_finder(trainer, name)
     if trainer.state.fn != TrainerFn.FITTING:
         return
+    refuse_synchronised_norms(
+        strategy, "normalises within a micro-batch", "num_microbatches=1, or norms of single rows"
+    )
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} runs a step's backwards inside its schedule and cannot run manual optimization. Set"
@@ -65,6 +69,22 @@ def refuse_optimizers(strategy: Strategy) -> None:
                 " the loss how often to run the step; each rank holds the parameters of its own stage. Use an optimizer"
                 " that treats each parameter by itself (SGD, Adam, ...)."
             )
+
+
+def refuse_synchronised_norms(strategy: Strategy, what: str, instead: str) -> None:
+    """Raise for `Trainer(sync_batchnorm=True)` and a module with batch norms.
+
+    Raises:
+        ValueError: it would have no effect.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    norms = [name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and getattr(strategy, "_layer_sync", None) is not None:
+        raise ValueError(
+            f"Trainer(sync_batchnorm=True) has no effect with {type(strategy).__name__}, whose batch norm `{norms[0]}`"
+            f" {what}. Leave it out, and where a norm has to see more rows use {instead} (GroupNorm, LayerNorm)."
+        )
 
 
 def _refuse_batch_size_finder(trainer: Trainer, name: str) -> None:

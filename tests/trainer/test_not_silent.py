@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from tests.trainer.modules import WIDTH, Classifier, chain, row_loader
+from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_loader, rows
 from tests.trainer.pipelines import Case, assert_parity, failure_of, many_on_stages, one_process
 
 
@@ -328,3 +329,38 @@ def test_state_that_is_carried_from_batch_to_batch_is_refused(stages: int):
 
 def test_state_that_nobody_reads_and_tables_that_stay_are_not_carried():
     assert_parity(Case(lambda: Recurrent(False), row_loader, {"stages": {"rnn": 0}}), stages=(2,))
+
+
+def test_batch_norms_are_not_synchronised_without_saying_so():
+    case = Case(lambda: Classifier(chain(between=lambda: nn.BatchNorm1d(WIDTH))), row_loader)
+    text = failure_of(case.but(trainer={"sync_batchnorm": True}))
+    assert text.startswith("Trainer(sync_batchnorm=True) has no effect with PipelineStrategy, whose batch norm `net.1`")
+
+
+class Detector(Classifier):
+    """Its targets are a list of one entry a row, of several lengths, as those of detection are."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, targets = batch
+        pairs = zip(self(x), targets, strict=True)
+        loss = torch.stack([(found - target["wanted"]).square().mean() for found, target in pairs]).mean()
+        self.log("own", loss, batch_size=len(x))
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+def targets() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    wanted = [[{"wanted": torch.randn(1 + i % 3, CLASSES, generator=generator)} for i in range(8)] for _ in range(3)]
+    return [(x, some) for (x, _), some in zip(rows(), wanted, strict=True)]
+
+
+def test_lists_of_one_entry_a_row_go_with_their_rows():
+    """Each micro-batch was handed all targets; an evaluation paired its rows with those of the first micro-batch."""
+    loader = lambda: DataLoader(targets(), batch_size=None)  # noqa: E731
+    assert_parity(Case(Detector, loader), stages=(2,))

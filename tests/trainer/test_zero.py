@@ -268,3 +268,28 @@ def test_a_third_partys_optimizer_that_treats_each_element_by_itself():
     run = Fit(with_optimizer(lambda ps: Signed(ps, lr=0.01)), loader=lambda: row_dataset(40, 4))
     theirs, ours = on_ranks([(run, ddp()), (run, zero(2))], 2)
     torch.testing.assert_close(ours[0].weights, theirs[0].weights, rtol=0.0, atol=0.0)
+
+
+class Normed(Classifier):
+    """Notes whether it trains with batch norms of all ranks' rows. Runs none: PyTorch has them on GPUs only."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4, between=lambda: nn.BatchNorm1d(WIDTH)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trained_with = synchronised(self)
+        return F.cross_entropy(self.net[-1](batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def synchronised(module: nn.Module) -> list[bool]:
+    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return [isinstance(norm, nn.SyncBatchNorm) for norm in norms]
+
+
+@pytest.mark.parametrize("make", EACH)
+def test_batch_norms_are_synchronised_where_the_trainer_is_told_to(make: Any):
+    after = lambda trainer, module: (module.trained_with, synchronised(module))  # noqa: E731
+    [results] = on_ranks([(Fit(Normed, {"sync_batchnorm": True, "max_steps": 1}, after=after), make)], 2)
+    assert [result.extra for result in results] == [([True] * 3, [False] * 3)] * 2, "and reverted, as by DDP"

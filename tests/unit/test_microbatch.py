@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
+from lightning_parallel.pipeline.batch_rows import count_rows
 from lightning_parallel.pipeline.microbatch import (
-    count_rows,
     join,
     leaves,
     map_leaves,
@@ -92,6 +93,66 @@ def test_rows_are_counted_by_the_first_tensor_with_a_dimension():
     message = "got a batch of type dict without a tensor that has a first dimension, and cannot count its rows"
     with pytest.raises(ValueError, match=message):
         count_rows({"names": ["a"], "scale": torch.tensor(1.0)})
+
+
+IMAGES = [torch.full((3, 2, 2), float(i)) for i in range(4)]
+BOXES = [{"boxes": torch.full((i + 1, 4), float(i)), "id": i} for i in range(4)]
+
+
+def test_a_list_of_one_entry_a_row_is_cut():
+    batch = {"x": torch.arange(4.0), "boxes": BOXES, "tokens": [[1], [2, 3], [4], [5, 6, 7]], "ragged": [*"abcd"]}
+    batch["spectra"] = [torch.zeros(length, 2) for length in (4, 3, 4, 5)]
+    first, second = split(batch, [3, 1])
+    assert first["boxes"] == BOXES[:3] and second["boxes"] == BOXES[3:]
+    assert first["tokens"] == [[1], [2, 3], [4]] and second["tokens"] == [[5, 6, 7]]
+    assert [len(x) for x in first["spectra"]] == [4, 3, 4] and len(second["spectra"]) == 1
+
+
+def test_columns_in_a_list_are_cut_each():
+    x, y = torch.zeros(2, 5), torch.ones(2, 5)
+    assert count_rows([x, y]) == 2
+    assert [[len(part) for part in column] for column in split([x, y], [1, 1])] == [[1, 1], [1, 1]]
+    pairs = [[torch.zeros(8, 6), torch.zeros(8)], [torch.zeros(4, 6), torch.zeros(4)]]  # of two loaders
+    assert count_rows(pairs) == 8
+    assert count_rows([{"x": torch.zeros(8, 6), "y": torch.zeros(8), "n": 8}] * 2) == 8
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (tuple(IMAGES), tuple(BOXES)), (IMAGES, [0, 1, 2, 0]), {"image": IMAGES, "target": BOXES},
+        list(zip(IMAGES, BOXES, strict=True)), list(zip(IMAGES, range(4), strict=True)),
+    ],
+)  # fmt: skip
+def test_samples_are_rows_where_nothing_is_stacked(batch):
+    assert count_rows(batch) == 4
+    first, second = split(batch, [3, 1])
+    assert type(first) is type(batch)
+    columns = batch.values() if isinstance(batch, dict) else batch
+    if len(columns) == 4:
+        assert first == batch[:3] and second == batch[3:]
+    else:
+        name = "image" if isinstance(batch, dict) else 0
+        assert [*first[name]] == IMAGES[:3] and [*second[name]] == IMAGES[3:]
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Opaque(torch.zeros(4, 2)), "has an object of type Opaque whose x have 4 entries. A pipeline cuts"),
+        (pack_sequence([torch.zeros(2, 3), torch.zeros(1, 3)]), "has a PackedSequence, whose rows lie mixed"),
+        (torch.eye(4).to_sparse(), "batch of 4 rows has a sparse tensor of 4 entries"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(value, words):
+    with pytest.raises(ValueError, match=words):
+        split({"y": torch.zeros(4), "value": value}, [2, 2])
+    assert split({"y": torch.zeros(4), "value": value}, [4])[0]["value"] is value
 
 
 def test_outputs_join_as_one_process_returns_them():
