@@ -15,8 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 torch.set_num_threads(1)
-settings.register_profile("same", derandomize=True)  # pyproject names it; `make test-all` draws others
+settings.register_profile("same", derandomize=True)
 settings.register_profile("others", derandomize=False)
+settings.load_profile("same")  # `make test-all` asks for the others
 # The collector writes into every object that it looks at, and a forked rank copies each page on which it does. What was
 # there before a fork it need not look at: half a million objects, 0.3 s of a processor and 200 MB a rank.
 os.register_at_fork(after_in_child=gc.freeze)
