@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies import ZeROStrategy
 from lightning_parallel.zero.accounting import bytes_by_kind
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, import_deepspeed
+from tests.harness import run_ranks
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, Logs, LogsUnderSgd
@@ -21,6 +22,8 @@ from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+CLOSE = {"bf16-true": BF16, "16-true": HALF}
 
 
 def deepspeed(stage: int, **options: Any) -> Any:
@@ -91,16 +94,29 @@ def test_every_stage_as_under_ddp(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", BF16), ("16-true", HALF)])
+@pytest.mark.parametrize("precision", CLOSE)
 @pytest.mark.parametrize("stage", STAGES)
-def test_16_bit_parameters_with_copies_of_32_bits(stage: int, precision: str, tolerance: Any):
+def test_16_bit_parameters_with_copies_of_32_bits(stage: int, precision: str):
     """As the native engine's, and without a loss scale: Lightning has none for precision="16-true"."""
     options = {"max_epochs": 1, "precision": precision, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     run = Fit(Classifier, options)
     theirs, *ours = on_ranks([(run, zero(2)), (run, deepspeed(stage)), (run, deepspeed(stage, offload=True))], 2)
     for results in ours:
-        torch.testing.assert_close(results[0].losses, theirs[0].losses, **tolerance)
-        torch.testing.assert_close(results[0].weights, theirs[0].weights, **tolerance)
+        torch.testing.assert_close(results[0].losses, theirs[0].losses, **CLOSE[precision])
+        torch.testing.assert_close(results[0].weights, theirs[0].weights, **CLOSE[precision])
+
+
+def test_16_bits_where_they_are_not_fast():
+    """DeepSpeed refuses float16 on CPUs for which oneDNN has no kernels of its own; PyTorch has others."""
+
+    def on_rank(rank: int) -> bool:
+        deepspeed = import_deepspeed(torch.device("cpu"))
+        accelerator = deepspeed.accelerator.get_accelerator()
+        vars(type(accelerator).is_fp16_supported.__globals__["torch"].ops.mkldnn)["_is_mkldnn_fp16_supported"] = bool
+        assert not type(accelerator).is_fp16_supported(accelerator)
+        return accelerator.is_fp16_supported()
+
+    assert run_ranks(on_rank, 1, group=False) == [True]
 
 
 class NotFinite(Classifier):
@@ -193,7 +209,7 @@ def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result
 def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupted: Result, stage: int):
     fit(run(2, saves(tmp_path / "one.ckpt"), make=Trained), "auto", 1)
     jobs: list[Any] = [(run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage))]
-    for precision in ("bf16-true", "16-true"):
+    for precision in CLOSE:
         half, path = {"precision": precision, "make": Small}, tmp_path / precision
         of_halves = (run(4, **half), run(2, saves(path), **half), run(4, resume=path, **half))
         jobs += [(one, deepspeed(stage)) for one in of_halves]
@@ -201,6 +217,8 @@ def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupt
     assert_like(resumed, uninterrupted, slice(2, None))
     for whole, first, again in (halves[:3], halves[3:]):
         assert all(result.extra for result in first)
+        copies = torch.load(tmp_path / "16-true", weights_only=True)["master_weights"]
+        assert {value.dtype for value in copies.values()} == {torch.float32}
         assert all(torch.equal(again[0].weights[name], value) for name, value in whole[0].weights.items())
 
 
