@@ -47,7 +47,9 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     }  # fmt: skip
     connect_deepspeed(import_deepspeed(device), device, rank)
     nbytes = max(1, int(strategy.bucket_mb * 2**20))
-    options = DeepSpeedOptions(strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload)
+    options = DeepSpeedOptions(
+        strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload, strategy.master_weights
+    )
     engine = DeepSpeedEngine(
         module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked, strategy._ranks()
     )
@@ -77,11 +79,6 @@ def refuse_settings(strategy: ZeROStrategy, trainer: Trainer) -> str:
     if precision not in _DTYPES:
         known = ", ".join(f'"{name}"' for name in _DTYPES)
         raise ValueError(f'ZeROStrategy(engine="deepspeed") runs with precision={known}, not {precision!r}.')
-    if precision in ("bf16-true", "16-true") and not strategy.master_weights:
-        raise ValueError(
-            'ZeROStrategy(engine="deepspeed", master_weights=False): DeepSpeed always updates a copy of 32 bits. Leave'
-            ' master_weights out, or use engine="native".'
-        )
     if strategy.zero_stage == 3:
         leave_inference_mode(trainer)
         if module.example_input_array is not None and any(getattr(g, "_log_graph", False) for g in trainer.loggers):

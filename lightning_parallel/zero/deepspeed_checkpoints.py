@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -124,7 +123,7 @@ class DividedStates:
 
     @property
     def _has_masters(self) -> bool:
-        return self.options.dtype != torch.float32 and self.optimizer is not None
+        return self.options.dtype != self.options.updated and self.optimizer is not None
 
     def _own_masters(self) -> dict[str, dict[str, Any]]:
         """This rank's part of the 32-bit copies of parameters, by the parameters' names."""
@@ -211,11 +210,12 @@ class DividedStates:
     def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
         """What the paper promises this rank, and what DeepSpeed's vectors add; collective.
 
-        DeepSpeed updates a copy of 32 bits also of parameters that have 32 bits themselves. Its stages 1 and 2 free
+        DeepSpeed updates a copy also of parameters that have as many bits themselves. Its stages 1 and 2 free
         gradients in their step; stage 3 keeps them, and the bucket that they pass.
         """
         trained = [p for group in self.groups for p in group if p.requires_grad]
-        size, ranks, stage = self.options.dtype.itemsize, self.ranks.size, self.options.stage
+        size, copy = self.options.dtype.itemsize, self.options.updated.itemsize
+        ranks, stage = self.ranks.size, self.options.stage
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         parts = sum(flat.numel() for flat in flat_vectors(self.inner))
         states = ((segment, state) for o in optimizers for segment, state in o.state.items())
@@ -224,13 +224,13 @@ class DividedStates:
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         divided = [p.ds_tensor if stage == 3 else p for p in frozen]  # type: ignore[attr-defined]
         return promise(
-            stage, ranks, parameters, StateBytes(size, size, 4 + by_element), size,
+            stage, ranks, parameters, StateBytes(size, size, copy + by_element), size,
             held={
                 "parameters": parts if stage == 3 else parts * ranks,
                 "gradients": parts + self.options.bucket_elements if stage == 3 else 0,
                 "copy": parts,
             },
-            copy_bytes=4, owned=sum(fragment.numel for fragment in self.fragments.values()), counters=counters,
+            copy_bytes=copy, owned=sum(fragment.numel for fragment in self.fragments.values()), counters=counters,
             frozen=sum(p.nbytes for p in divided),
         )  # fmt: skip
 

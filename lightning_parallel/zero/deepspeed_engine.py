@@ -194,7 +194,7 @@ class DeepSpeedEngine(DividedModule):
         self._agree_on_gradients()
         self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
         try:
-            if self.options.dtype == torch.float32:
+            if self.options.dtype == self.options.updated:
                 self.inner.refresh_fp32_params()  # a hook may have written to the parameters
             self.deepspeed.step()
         finally:

@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 from lightning_parallel.zero.collectives import broadcast_all
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, Shards, forget_groups, import_deepspeed
+from lightning_parallel.zero.deepspeed_setup import (
+    DeepSpeedOptions,
+    Shards,
+    forget_groups,
+    import_deepspeed,
+    vectors_of,
+)
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
 from lightning_parallel.zero.ranks import Ranks
@@ -89,15 +95,16 @@ class DividedModule(DividedStates):
 
     def _initialize(self, local_rank: int) -> Any:
         deepspeed = import_deepspeed(self.device)
-        engine, *_ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=local_rank),
-            model=self.module,
-            optimizer=self.optimizer,
-            model_parameters=[p for group in self.groups for p in group] if self.groups else [],
-            mpu=Shards(self.ranks) if self.ranks.num_replicas > 1 else None,
-            config=self.options.configuration(self.device),
-            dist_init_required=False,
-        )
+        with vectors_of(self.options.updated):
+            engine, *_ = deepspeed.initialize(
+                args=argparse.Namespace(device_rank=local_rank),
+                model=self.module,
+                optimizer=self.optimizer,
+                model_parameters=[p for group in self.groups for p in group] if self.groups else [],
+                mpu=Shards(self.ranks) if self.ranks.num_replicas > 1 else None,
+                config=self.options.configuration(self.device),
+                dist_init_required=False,
+            )
         if self.options.stage == 3:
             self._offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
             for hook in (self._offload.fwd_pre_hook, engine.module_forward_pre_hook, engine.module_forward_post_hook):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -32,12 +33,19 @@ class DeepSpeedOptions:
         bucket_bytes: of the gradients that are reduced at a time.
         dtype: of parameters.
         offload: keep optimizer states (stage 3: parameters too) in the host's memory.
+        master: update a copy of 32 bits, also of parameters of 16.
     """
 
     stage: int = 2
     bucket_bytes: int = 128 << 20
     dtype: torch.dtype = torch.float32
     offload: bool = False
+    master: bool = True
+
+    @property
+    def updated(self) -> torch.dtype:
+        """Of the vectors that the optimizer updates."""
+        return torch.float32 if self.master else self.dtype
 
     @property
     def bucket_elements(self) -> int:
@@ -82,6 +90,24 @@ class DeepSpeedOptions:
             "zero_optimization": zero,
             "steps_per_print": 1 << 60,
         }
+
+
+@contextmanager
+def vectors_of(dtype: torch.dtype) -> Iterator[None]:
+    """Let what DeepSpeed divides have vectors of this dtype; by itself it has 16 bits for its own Adam alone."""
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    own = ZeROOptimizer._configure_master_weights
+
+    def configure(optimizer: Any, **_: Any) -> torch.dtype:
+        own(optimizer)
+        return dtype
+
+    ZeROOptimizer._configure_master_weights = configure
+    try:
+        yield
+    finally:
+        ZeROOptimizer._configure_master_weights = own
 
 
 class Shards:

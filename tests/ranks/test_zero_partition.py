@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from lightning_parallel.zero.collectives import average_together
 from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient, total_norm
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.ranks import Ranks
@@ -344,3 +345,22 @@ def fewer_ranks_than_elements(rank: int) -> list[int]:
 def test_ranks_that_own_nothing():
     owned = run_ranks(fewer_ranks_than_elements, 4)
     assert [sum(of) for of in owned] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("message_bytes", [1, 24, 1000])
+def test_averages_in_messages(message_bytes: int):
+    """Of one tensor, of some, of all of a dtype: numbers of ranks are averaged, also where they lie apart in memory."""
+
+    def on_rank(rank: int) -> list[Tensor]:
+        tensors = [
+            torch.full((3,), rank + 0.5),
+            torch.full((2, 2), 3.0 * rank).t(),
+            torch.full((2, 4), rank + 0.5)[:, 1],
+        ]
+        tensors.append(torch.full((), 2.0 * rank, dtype=torch.float16))
+        average_together(tensors, None, message_bytes, torch.device("cpu"))
+        return tensors
+
+    for tensors in run_ranks(on_rank, 2):
+        wanted = [torch.full((3,), 1.0), torch.full((2, 2), 1.5), torch.ones(2), torch.ones((), dtype=torch.float16)]
+        torch.testing.assert_close(tensors, wanted, **EXACT)

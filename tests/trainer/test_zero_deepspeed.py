@@ -9,18 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.strategies import ZeROStrategy
-from lightning_parallel.zero.accounting import bytes_by_kind
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
+from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind
+from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, import_deepspeed
+from tests.harness import run_ranks
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, Logs, LogsUnderSgd
 from tests.trainer.test_zero_checkpoints import Small, Trained, assert_like, evaluates, run, saves
-from tests.trainer.test_zero_measured import MODELS, TIED
+from tests.trainer.test_zero_measured import MIXED, MODELS, TIED
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+CLOSE = {"bf16-true": BF16, "16-true": HALF}
 
 
 def deepspeed(stage: int, **options: Any) -> Any:
@@ -91,16 +94,38 @@ def test_every_stage_as_under_ddp(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", BF16), ("16-true", HALF)])
+@pytest.mark.parametrize("master", [True, False])
+@pytest.mark.parametrize("precision", CLOSE)
 @pytest.mark.parametrize("stage", STAGES)
-def test_16_bit_parameters_with_copies_of_32_bits(stage: int, precision: str, tolerance: Any):
+def test_16_bit_parameters(stage: int, precision: str, master: bool):
     """As the native engine's, and without a loss scale: Lightning has none for precision="16-true"."""
     options = {"max_epochs": 1, "precision": precision, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     run = Fit(Classifier, options)
-    theirs, *ours = on_ranks([(run, zero(2)), (run, deepspeed(stage)), (run, deepspeed(stage, offload=True))], 2)
+    makers = [zero(2, master_weights=master)]
+    makers += [deepspeed(stage, offload=offload, master_weights=master) for offload in (False, True)]
+    theirs, *ours = on_ranks([(run, make) for make in makers], 2)
     for results in ours:
-        torch.testing.assert_close(results[0].losses, theirs[0].losses, **tolerance)
-        torch.testing.assert_close(results[0].weights, theirs[0].weights, **tolerance)
+        torch.testing.assert_close(results[0].losses, theirs[0].losses, **CLOSE[precision])
+        torch.testing.assert_close(results[0].weights, theirs[0].weights, **CLOSE[precision])
+        assert_same_dtypes(results[0].optimizers[0], theirs[0].optimizers[0])
+
+
+def assert_same_dtypes(mine: Any, other: Any) -> None:
+    kinds = [{v.dtype for fields in one["state"].values() for v in fields.values()} for one in (mine, other)]
+    assert len(kinds[0]) == 1 and kinds[0] == kinds[1]
+
+
+def test_16_bits_where_they_are_not_fast():
+    """DeepSpeed refuses float16 on CPUs for which oneDNN has no kernels of its own; PyTorch has others."""
+
+    def on_rank(rank: int) -> bool:
+        deepspeed = import_deepspeed(torch.device("cpu"))
+        accelerator = deepspeed.accelerator.get_accelerator()
+        vars(type(accelerator).is_fp16_supported.__globals__["torch"].ops.mkldnn)["_is_mkldnn_fp16_supported"] = bool
+        assert not type(accelerator).is_fp16_supported(accelerator)
+        return accelerator.is_fp16_supported()
+
+    assert run_ranks(on_rank, 1, group=False) == [True]
 
 
 class NotFinite(Classifier):
@@ -193,14 +218,16 @@ def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result
 def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupted: Result, stage: int):
     fit(run(2, saves(tmp_path / "one.ckpt"), make=Trained), "auto", 1)
     jobs: list[Any] = [(run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage))]
-    for precision in ("bf16-true", "16-true"):
-        half, path = {"precision": precision, "make": Small}, tmp_path / precision
+    for precision, master in (("bf16-true", True), ("16-true", True), ("16-true", False)):
+        half, path = {"precision": precision, "make": Small}, tmp_path / f"{precision}-{master}"
         of_halves = (run(4, **half), run(2, saves(path), **half), run(4, resume=path, **half))
-        jobs += [(one, deepspeed(stage)) for one in of_halves]
-    resumed, *halves = on_ranks(jobs, 2)
+        jobs += [(one, deepspeed(stage, master_weights=master)) for one in of_halves]
+    resumed, *halves = on_ranks(jobs, 2, timeout=100.0)
     assert_like(resumed, uninterrupted, slice(2, None))
-    for whole, first, again in (halves[:3], halves[3:]):
-        assert all(result.extra for result in first)
+    copies = torch.load(tmp_path / "16-true-True", weights_only=True)["master_weights"]
+    assert {value.dtype for value in copies.values()} == {torch.float32}
+    assert "master_weights" not in torch.load(tmp_path / "16-true-False", weights_only=True)
+    for whole, again in zip(halves[::3], halves[2::3], strict=True):
         assert all(torch.equal(again[0].weights[name], value) for name, value in whole[0].weights.items())
 
 
@@ -222,11 +249,13 @@ def test_saved_after_validate_and_tested(tmp_path: Path, stage: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("master", "of"), [(True, MIXED), (False, StateBytes(2, 2, 2 + 4))])
 @pytest.mark.parametrize("stage", STAGES)
-def test_states_are_the_formula_s_to_the_byte(stage: int):
-    [results] = on_ranks([(measured_run(*MODELS["even"]), deepspeed(stage))], 2)
+def test_states_are_the_formula_s_to_the_byte(stage: int, master: bool, of: StateBytes):
+    """Without copies of 32 bits DeepSpeed has some of 16, beside Adam's two."""
+    [results] = on_ranks([(measured_run(*MODELS["even"]), deepspeed(stage, master_weights=master))], 2)
     values, _, _, parameters = results[0].extra
-    formula = bytes_by_kind(stage, 2)
+    formula = bytes_by_kind(stage, 2, of)
     for kind in ("parameters", "gradients", "optimizer"):
         assert values[f"parallel/memory_{kind}_formula"] == float(parameters * formula[kind])
         for rank in range(2):

@@ -109,8 +109,8 @@ def test_copies_of_32_bits_are_told_once(tmp_path: Path, engine: str, stage: int
     half: dict[str, Any] = {"precision": precision, "make": Small}
     path = tmp_path / "half.ckpt"
     jobs = [(run(4, **half), pairs(engine, stage)), (run(2, saves(path), **half), pairs(engine, stage))]
-    whole, _ = on_ranks(jobs, 4)
-    [resumed] = on_ranks([(run(4, resume=path, **half), pairs(engine, stage, shard_size=1))], 4)
+    whole, _ = on_ranks(jobs, 4, timeout=100.0)
+    [resumed] = on_ranks([(run(4, resume=path, **half), pairs(engine, stage, shard_size=1))], 4, timeout=100.0)
     assert all(torch.equal(resumed[0].weights[name], value) for name, value in whole[0].weights.items())
 
 
@@ -119,7 +119,8 @@ def test_copies_of_32_bits_are_told_once(tmp_path: Path, engine: str, stage: int
 )
 def test_bytes_are_those_of_the_groups_size(engine: str, stage: int):
     """16P/2, 2P or 3P within pairs, and an all-reduce of a rank's part (P/2) between them."""
-    [results] = on_ranks([(measured_run(*MODELS["even"]), pairs(engine, stage))], 4)
+    steps = 3 if engine == "deepspeed" else 1  # in its first steps stage 3 gathers more
+    [results] = on_ranks([(measured_run(*MODELS["even"], max_steps=steps), pairs(engine, stage))], 4)
     values, _, _, parameters = results[0].extra
     formula = bytes_by_kind(stage, 2, ONE_COPY if engine == "fsdp2" else MIXED)
     for kind in STATES:

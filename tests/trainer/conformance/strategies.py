@@ -164,17 +164,17 @@ ZERO_3: dict[str, Any] = {
 # DeepSpeed holds gradients for itself, for one optimizer with all its groups, and drops them with every step.
 DEEPSPEED: dict[str, Any] = {
     **ZERO,
-    "options": {"engine": "deepspeed", "bucket_mb": 1e-4},
+    "options": {"engine": "deepspeed", "bucket_mb": 1e-4, "master_weights": False},
     "refuses": {
         **ZERO["refuses"],
         "norms_of_all_gradients": "reads a gradient that DeepSpeed holds for itself.",
         "clipping_without_lightning": "reads a gradient that DeepSpeed holds for itself.",
     },
     # 64 bits, gradients that hooks read, change or keep over steps, groups that are added, and layers that are frozen
-    # as training goes: test_zero_deepspeed.py. States of bf16 parameters have 32 bits.
+    # as training goes: test_zero_deepspeed.py.
     "without": [
         "double_precision", "clipped_by_value", "clipping_of_ones_own", "gradients_changed_in_hooks",
-        "zero_grad_of_ones_own", "finetuning", "backbone_finetuning", "frozen_layers", "true_bf16",
+        "zero_grad_of_ones_own", "finetuning", "backbone_finetuning", "frozen_layers",
         "batch_norm_in_double_precision",
     ],
     "label": " by DeepSpeed",
