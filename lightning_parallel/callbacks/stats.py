@@ -38,8 +38,13 @@ class PipelineStats(Protocol):
     def keep_calls(self, log: CallLog) -> None:
         """Take what this rank said to others in the newest step, for the lanes of its trace."""
 
-    def trace(self) -> StepTrace | None:
-        """The newest step that can be read without waiting for a device; collective over a model copy's ranks."""
+    @property
+    def step(self) -> int:
+        """The number of the newest training step, counted in batches."""
+
+    def trace(self, newest: int | None = None) -> StepTrace | None:
+        """The newest step before the current one, and none after `newest`, that can be read without waiting for a
+        device; collective over a model copy's ranks."""
 
     def last_trace(self) -> StepTrace | None:
         """Like ``trace``, but of the current step too if it can be read: for the end of a run."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from lightning_parallel.callbacks.stats import EveryNSteps, axis_of, require_stats, stats_of
 from lightning_parallel.measure.bubble import idle_of, makespan, span_of
@@ -21,12 +22,15 @@ class TimelineExporter(Callback):
 
     ``timeline/step_000099.png`` shows the measured step above the schedule simulated with its action times, on one
     scale; ``timeline/step_000099.json`` is the same step in the Chrome trace format. Rank 0 writes, all ranks give
-    their times. The last step of the training is written as well.
+    their times. The last step of the training is written as well. Where gradients accumulate, what is drawn is a batch
+    after which the optimizer stepped, in which copies talk; files are numbered by batches.
 
     Below each rank's actions lie lanes, one for each axis of the mesh along which it said something in the batch, from
     its begin to the optimizer's step: ``pipeline`` (values between stages), ``data`` (gradients, what ZeRO gathers),
     ``tensor``. On a CPU a call that runs on by itself ends when the host has waited for it. Calls are timed in batches
-    that will be drawn; if training ends where that cannot be foreseen, its last step has no lanes.
+    that may be drawn: those that are due, and those in which training may end: the last ones of an epoch and before a
+    validation, where callbacks stop it, and all under ``max_time``. Where a step itself sets ``trainer.should_stop``
+    in the middle of an epoch, nobody could know, and the last step has no lanes.
 
     Args:
         dirpath: folder of the files. Left out, ``timeline`` in the trainer's ``log_dir``, or in the working directory
@@ -47,6 +51,8 @@ class TimelineExporter(Callback):
         self._is_due = EveryNSteps(self, every_n_steps)
         self._folder = Path()
         self._written: int | None = None
+        self._wanted: int | None = None  # a batch after which the optimizer stepped, to be drawn when it can be read
+        self._stepped, self._steps = 0, 0  # the latest of them, and the optimizer's steps by then
         self._log: CallLog | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -56,13 +62,15 @@ class TimelineExporter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Agree on the folder: ``log_dir`` is a broadcast, so every rank asks for it."""
         self._is_due = EveryNSteps(self, self._is_due.every_n_steps)
-        self._written, self.files = None, []
+        self._written, self._wanted, self.files = None, None, []
+        self._stepped, self._steps = 0, trainer.global_step
         self._folder = Path(self.dirpath) if self.dirpath else Path(trainer.log_dir or Path.cwd()) / "timeline"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to listen, where this batch may be the one that is written: clocks are read a step late."""
-        is_coming = self._is_due.is_coming(trainer.global_step, default=0, ahead=2)
-        if is_coming or _is_at_end(trainer, batch_idx):
+        ahead = 2 if trainer.accumulate_grad_batches == 1 else 1
+        is_coming = self._is_due.is_coming(trainer.global_step, default=0, ahead=ahead)
+        if (is_coming or may_end(trainer, batch_idx)) and not trainer.fit_loop.epoch_loop._should_accumulate():
             self._log = CallLog(axis_of(trainer))
             self._log.__enter__()
 
@@ -70,15 +78,30 @@ class TimelineExporter(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the newest finished step, on the steps that are due."""
-        log = self._stop_listening()
+        log, stats = self._stop_listening(), stats_of(trainer)
         if log is not None:
-            stats_of(trainer).keep_calls(log)
+            stats.keep_calls(log)
+        if trainer.global_step != self._steps:
+            self._stepped, self._steps = stats.step, trainer.global_step
+        if self._wanted is not None:
+            self._write_wanted(self._wanted, trainer)
         if self._is_due(trainer.global_step, default=0):
-            self._export(stats_of(trainer).trace(), trainer)
+            if trainer.accumulate_grad_batches == 1:
+                self._export(stats.trace(), trainer)
+            else:
+                self._wanted = self._stepped
+
+    def _write_wanted(self, step: int, trainer: Trainer) -> None:
+        """Write a step, if it can be read by now; the steps behind it only accumulate."""
+        trace = stats_of(trainer).trace(step)
+        if trace is not None and trace.step == step:
+            self._wanted = None
+            self._export(trace, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the last step."""
-        self._export(stats_of(trainer).last_trace(), trainer)
+        """Write the last step, or the last one after which the optimizer stepped."""
+        stats = stats_of(trainer)
+        self._export(stats.last_trace() if self._stepped == stats.step else stats.trace(self._stepped), trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the names of torch.distributed as they were."""
@@ -121,12 +144,23 @@ def write_timeline(folder: Path, trace: StepTrace, row_ranks: tuple[int, ...]) -
     return [picture, events]
 
 
-def _is_at_end(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether this batch is the last of the training or the one before, which may be the newest that can be read."""
+def may_end(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether training may end with this batch or the one behind it, as this one may be the newest that can be read."""
     if trainer.max_steps != -1 and trainer.global_step + 2 >= trainer.max_steps:
         return True
-    is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
-    return is_last_epoch and batch_idx + 2 >= trainer.num_training_batches
+    if any(isinstance(callback, Timer) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return True
+    return batch_idx + 2 >= trainer.num_training_batches or _validates_soon(trainer, batch_idx)
+
+
+def _validates_soon(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether a validation comes after this batch or the one behind it; callbacks stop training there."""
+    every = trainer.val_check_batch
+    if not trainer.enable_validation or not isinstance(every, int) or every < 1:
+        return False
+    counts_on = trainer.check_val_every_n_epoch is None
+    number = trainer.fit_loop.epoch_loop.total_batch_idx if counts_on else batch_idx
+    return (number + 1) % every == 0 or (number + 2) % every == 0
 
 
 def _note(seconds: float, idle: float, span: float) -> str:

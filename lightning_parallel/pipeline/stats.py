@@ -66,13 +66,21 @@ class PipelineStats:
         """Take what this rank said to others in the newest step, for the lanes of its trace."""
         self._calls[self._step] = log
 
-    def trace(self) -> StepTrace | None:
+    @property
+    def step(self) -> int:
+        """The number of the newest training step, counted in batches."""
+        return self._step
+
+    def trace(self, newest: int | None = None) -> StepTrace | None:
         """The newest finished step before the current one, of all ranks; collective, the same on every rank.
+
+        Args:
+            newest: no later step than this one.
 
         Returns:
             The trace, or None as long as no such step's clocks can be read without waiting for a device.
         """
-        return self._trace(self._step - 1)
+        return self._trace(self._step - 1 if newest is None else newest)
 
     def last_trace(self) -> StepTrace | None:
         """Like `trace`, but of the current step too if its clocks can be read: for the end of a run."""
@@ -85,7 +93,7 @@ class PipelineStats:
             everyone = self._all_gather(mine)
             common = set.intersection(*(set(entry) for entry in everyone))
             self._cached = (newest, self._build(max(common), everyone) if common else None)
-            self._calls = {step: log for step, log in self._calls.items() if step >= newest}
+            self._calls = {step: log for step, log in self._calls.items() if step > self._step - _KEPT}
         return self._cached[1]
 
     def _transfers(self, step: int) -> list[Transfer] | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Timer
 
 from lightning_parallel.callbacks import CommunicationMonitor, TimelineExporter
 from lightning_parallel.pipeline.channel import Channel
@@ -116,6 +117,62 @@ def test_a_mesh_of_data_and_pipeline_shows_both_beside_what_ranks_compute(tmp_pa
         sizes = held(last)
         votes = len(sizes) + 2  # who has a gradient, is a sum stale, does a copy pause
         assert nbytes(lanes[rank]["data axis"]) == {"all_reduce": (sum(sizes) + votes) * FLOAT}
+
+
+class Stops(Callback):
+    """Ends training in its second validation, as early stopping does."""
+
+    seen = 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.seen += 1
+        trainer.should_stop = self.seen >= 2
+
+
+class TimeIsUp(Timer):
+    """An hour has gone by after so many batches; what `max_time` makes is such a callback."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__({"minutes": 59})
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.batches -= 1
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        return 0.0 if self.batches > 0 else 3600.0
+
+
+ACCUMULATED = {"accumulate_grad_batches": 2}
+ENDS: dict[str, tuple[dict[str, Any], list[Callback], list[int]]] = {  # and the batches that are drawn
+    "gradients accumulate": ({**ACCUMULATED, "max_epochs": 1}, [], [4, 6]),
+    "gradients accumulate until time is up": (ACCUMULATED, [TimeIsUp(3)], [2]),
+    "a validation ends it": ({"max_epochs": 2, "val_check_interval": 2}, [Stops()], [1, 3, 4]),
+    "time is up": ({}, [TimeIsUp(3)], [1, 3]),
+}
+
+
+@pytest.mark.parametrize(
+    "end", ["gradients accumulate", *(pytest.param(e, marks=pytest.mark.slow) for e in [*ENDS][1:])]
+)
+def test_what_is_drawn_has_what_copies_say_in_it(end: str, tmp_path: Path):
+    options, ends, steps = ENDS[end]
+
+    def fitted(rank: int, port: int) -> None:
+        join_as_torchrun(rank, 2, port)
+        more = {"max_epochs": 1, "limit_val_batches": 1, "use_distributed_sampler": False, **options}
+        callbacks = [TimelineExporter(tmp_path, every_n_steps=2), *ends]
+        trainer = make_trainer(Mesh(2).strategy(), 2, callbacks, **more)
+        trainer.fit(model(), token_loader(2, rank), token_loader())
+
+    run_ranks(fitted, 2, free_port(), group=False)
+    files = sorted(tmp_path.glob("*.json"))
+    assert [path.name for path in files] == [f"step_{step:06d}.json" for step in steps]
+    sums = sum(p.numel() for p in model().parameters()) * FLOAT
+    for path in files:
+        lanes = by_lane(json.loads(path.read_text())["traceEvents"])
+        assert nbytes(lanes[0]["data axis"])["all_reduce"] >= sums, path.name
 
 
 @pytest.mark.slow

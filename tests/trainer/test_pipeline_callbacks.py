@@ -30,7 +30,11 @@ class FakeStats:
     def __init__(self, trainer=None):
         self.trainer, self.gathers = trainer, []
 
-    def trace(self):
+    @property
+    def step(self):
+        return self.trainer.global_step
+
+    def trace(self, newest=None):
         return self._of(self.trainer.global_step - 1)
 
     def keep_calls(self, log):
