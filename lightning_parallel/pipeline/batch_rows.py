@@ -24,6 +24,7 @@ def count_rows(batch: Any) -> int:
         ValueError: the batch has no such tensor.
 
     Example:
+        >>> import torch
         >>> count_rows({"name": ["a", "b"], "x": torch.zeros(2, 3)})
         2
         >>> count_rows(([torch.zeros(3, 8), torch.zeros(3, 9)], [0, 1]))
@@ -48,6 +49,7 @@ def row_lists(batch: Any, rows: int) -> Callable[[Any], bool]:
     Tuples other than of strings and numbers have only where the batch has nothing but lists.
 
     Example:
+        >>> import torch
         >>> is_row_list = row_lists((torch.zeros(2, 3), [torch.ones(5), torch.ones(7)]), 2)
         >>> is_row_list([torch.ones(5), torch.ones(7)]), is_row_list([torch.ones(2), torch.ones(2)])
         (True, False)

@@ -122,7 +122,7 @@ class ParameterServerStrategy(ServerStates):
         self.restarts, self.island_size, self.server_nodes = restarts, island_size, server_nodes
 
     def _configure_launcher(self) -> None:
-        from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.past_runs import RunsLauncher
         from lightning_parallel.trainer.worker_launcher import WorkerLauncher
 
         environment = self.cluster_environment
@@ -133,6 +133,6 @@ class ParameterServerStrategy(ServerStates):
                     f"{type(self).__name__}(restarts={self.restarts}) starts workers again, but here others start them."
                     ' Use start_method="fork" or "spawn", or restarts=0.'
                 )
-            self._launcher = make_launcher(self)
+            self._launcher: RunsLauncher | WorkerLauncher = RunsLauncher(self)
         else:
             self._launcher = WorkerLauncher(self, self.start_method, self.restarts, self.island_size)

@@ -22,20 +22,18 @@ from lightning_parallel.server.consistency import Sandblaster
 from lightning_parallel.server.island import Island
 from lightning_parallel.server.job import Job
 from lightning_parallel.server.names import gap_bound
-from lightning_parallel.strategies.meeting import MeetingStrategy
+from lightning_parallel.strategies.server_runs import ServerRuns
 from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
 from lightning_parallel.trainer.dealt_rows import DealtRows
 from lightning_parallel.trainer.evaluation_rows import EvaluationRows
-from lightning_parallel.trainer.external_hub import ExternalHub
-from lightning_parallel.trainer.far_servers import Placement, start_servers
-from lightning_parallel.trainer.hosts import Hosts, watch
+from lightning_parallel.trainer.hosts import watch
 from lightning_parallel.trainer.hub import SERVE
 from lightning_parallel.trainer.left_behind import take_up
 from lightning_parallel.trainer.line import JOIN, first_of
 from lightning_parallel.trainer.new_worker import load_state, state_of
 from lightning_parallel.trainer.prediction_rows import PredictionRows
 from lightning_parallel.trainer.refusals import refuse_synchronised_norms
-from lightning_parallel.trainer.server_plan import Plan, Wishes
+from lightning_parallel.trainer.server_plan import Plan
 from lightning_parallel.trainer.server_worker import ServerWorker
 from lightning_parallel.trainer.shared_values import (
     Gather,
@@ -46,37 +44,20 @@ from lightning_parallel.trainer.versions import Versions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins import ClusterEnvironment
 
 
-class ServerLife(MeetingStrategy):
+class ServerLife(ServerRuns):
     """A strategy whose ranks take part in a job of servers."""
 
-    wishes: Wishes
-    restarts: int
-    island_size: int
-    server_nodes: int | None
     island: Island | None = None
     worker: ServerWorker | None = None
     rows: DealtRows | None = None
     evaluations: EvaluationRows | None = None
     versions: Versions | None = None
-    _external: ExternalHub | None = None
     _plan: Plan | None = None
     _job: Job | None = None
-    _hosts: Hosts | None = None
     _left_behind: Sequence[dict[str, Any]] = ()  # by the workers of a checkpoint
     _undo: Callable[[], None] | None = None
-
-    @property
-    def num_islands(self) -> int:
-        """Workers that the servers see."""
-        return self.world_size // self.island_size
-
-    @property
-    def placement(self) -> Placement:
-        """Which server is on which host."""
-        return Placement(self.wishes.num_servers, min(self.server_nodes or self.num_nodes, self.num_nodes))
 
     def setup_environment(self) -> None:
         if self.num_nodes > 1 and self._line is not None:
@@ -92,28 +73,11 @@ class ServerLife(MeetingStrategy):
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
         if self._line is None:
-            assert self.cluster_environment is not None
-            if self._external is not None:
-                self._external.close()
-            self._external = self._external_hub(self.cluster_environment)
-            self._line = self._external.line
+            self._line = self.take_run().line
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):
             launcher.joined(self.watch)
-
-    def _external_hub(self, environment: ClusterEnvironment) -> ExternalHub:
-        rank, world, port = self.global_rank, self.world_size, environment.main_port
-        if self.num_nodes > 1:
-            self._hosts = Hosts.meet(environment.main_address, port, rank, world, self.timeout)
-        near, placement = self.node_rank == 0, self.placement
-        hub = ExternalHub(
-            rank, world, port, island_size=self.island_size, hosts=self._hosts, is_near=near,
-            num_far=len(placement.far), restarts=self.restarts,
-        )  # fmt: skip
-        if self._hosts is not None and not near and self.local_rank == 0 and not hub.line.is_new:
-            start_servers(self._hosts, self.node_rank, placement.on(self.node_rank))
-        return hub
 
     def setup(self, trainer: Trainer) -> None:
         ParallelStrategy.setup(self, trainer)
@@ -137,8 +101,8 @@ class ServerLife(MeetingStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all workers that are still there; at the start of a fit, start the servers."""
         if self._line is None:
-            if self._external is not None:  # `trainer.save_checkpoint` after the run
-                self._external.line.meet(f"barrier {name or ''}".rstrip())
+            if self.newest_hub is not None:  # `trainer.save_checkpoint` after the run
+                self.newest_hub.line.meet(f"barrier {name or ''}".rstrip())
             return
         self._meet(f"barrier {name or ''}".rstrip())
         if name == "run-stage" and self._module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:
@@ -232,9 +196,8 @@ class ServerLife(MeetingStrategy):
         finally:
             self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
             self.evaluations = None
-            if self._external is not None and failed:
-                self._external.close()
-                self._external = None
+            if failed:
+                self._close_hub()
         ParallelStrategy.teardown(self)
 
     def _keep_optimizer(self) -> None:

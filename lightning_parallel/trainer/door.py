@@ -1,17 +1,19 @@
 """Where new workers of a run knock that others start (torchrun, SLURM, Kubernetes), while it goes on.
 
 The one idea: whoever starts a worker again starts it with the rank that it had. It is taken in once that rank is gone;
-until then it waits, and it is told whether it is new. Left out: when it is let in (``hub.py``).
+until then it waits, and it is told whether it is new. One that comes to an earlier run of the script is told what
+became of that. Left out: when it is let in (``hub.py``).
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from lightning_parallel.server.transport.sealed import AnyConnection
+from lightning_parallel.trainer.later_runs import PAST, answer
 
 WORKER = "worker"  # says hello to the hub
 
@@ -23,10 +25,17 @@ class Door:
         come: gives the next connection.
         processes: of ranks on this host; that of a new worker is added.
         restarts: how many are taken in.
+        past: what became of earlier runs.
     """
 
-    def __init__(self, come: Callable[[], AnyConnection], processes: dict[int, int | None], restarts: int) -> None:
-        self._come, self._processes, self._restarts = come, processes, restarts
+    def __init__(
+        self,
+        come: Callable[[], AnyConnection],
+        processes: dict[int, int | None],
+        restarts: int,
+        past: Mapping[int, bytes],
+    ) -> None:
+        self._come, self._processes, self._restarts, self._past = come, processes, restarts, past
         self._waiting: dict[int, tuple[AnyConnection, int | None]] = {}
         if restarts:
             threading.Thread(target=self._listen, name="door", daemon=True).start()
@@ -37,8 +46,12 @@ class Door:
                 line = self._come()
                 with suppress(EOFError, OSError):
                     kind, rank, process = pickle.loads(line.recv_bytes())
-                    if kind == WORKER:
+                    if kind == PAST:
+                        answer(line, rank, self._past)
+                    elif kind == WORKER and self._restarts:
                         self._waiting[rank] = line, process
+                    elif kind == WORKER:
+                        _refuse(line)
 
     def take_in(self, rank: int) -> AnyConnection | None:
         """The connection to a new worker of a rank that is gone, once it is there."""
@@ -47,13 +60,16 @@ class Door:
         line, self._processes[rank] = self._waiting.pop(rank)
         self._restarts -= 1
         if not self._restarts:
-            self._refuse()
+            for late, _ in self._waiting.values():
+                _refuse(late)
+            self._waiting.clear()
         with suppress(OSError):  # it is gone again, which is seen when it is read from
             line.send_bytes(pickle.dumps(True))
         return line
 
-    def _refuse(self) -> None:
-        """Nobody is taken in any more."""
-        for line, _ in self._waiting.values():
-            line.close()
-        self._waiting.clear()
+
+def _refuse(line: AnyConnection) -> None:
+    """Nobody is taken in any more."""
+    with suppress(OSError):
+        line.send_bytes(pickle.dumps(None))
+    line.close()

@@ -10,12 +10,11 @@ import os
 import pickle
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, cast
@@ -29,10 +28,14 @@ from lightning_parallel.trainer.door import WORKER, Door
 from lightning_parallel.trainer.far_servers import SERVER
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import Hub
+from lightning_parallel.trainer.later_runs import PAST, LaterRuns, answer, folder
 from lightning_parallel.trainer.line import Line
 
 _LOOK_S, _PATIENCE_S = 0.2, 8.0
-_runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
+
+
+class RunIsOver(StageError):
+    """The run that a worker comes to is over."""
 
 
 class ExternalHub:
@@ -42,15 +45,18 @@ class ExternalHub:
         rank: of this worker.
         world_size: workers.
         port: a number that the ranks of this launch share, and no other launch of this host.
+        run: the how many-th of the script.
         timeout: seconds for all to come.
         island_size: workers that end together.
         hosts: where there are several.
         is_near: whether this worker is on rank 0's host.
         num_far: servers on other hosts that come, too.
         restarts: how many new workers are taken in while the run goes on.
+        past: what became of earlier runs of the script, by number.
 
     Raises:
         TimeoutError: the hub is not there in time.
+        RunIsOver: the run is over; what became of it is known where a later one has a hub.
         StageError: the run goes on already, and takes no more workers in.
     """
 
@@ -59,20 +65,20 @@ class ExternalHub:
         rank: int,
         world_size: int,
         port: int,
+        run: int = 1,
         timeout: float = 120.0,
         island_size: int = 1,
         hosts: Hosts | None = None,
         is_near: bool = True,
         num_far: int = 0,
         restarts: int = 0,
+        past: Mapping[int, bytes] | None = None,
     ) -> None:
-        _runs[port] = _runs.get(port, 0) + 1
-        path = _folder() / f"{port}-{_runs[port]}"
+        path = folder() / f"{port}-{run}"
         if rank == 0:
-            listener = None if hosts is None else hosts.listen(world_size + num_far)
-            _start(path, listener, hosts, world_size, num_far, timeout, island_size, restarts)
-        connection: AnyConnection
-        connection = _connect(path, rank, timeout) if hosts is None else hosts.connect(hosts.port)
+            listener = None if hosts is None else hosts.listen(world_size + num_far, run)
+            _start(path, listener, hosts, world_size, num_far, timeout, island_size, restarts, past or {})
+        connection = _connect(path, rank, timeout, LaterRuns(port, run, hosts), hosts)
         connection.send_bytes(pickle.dumps((WORKER, rank, os.getpid() if is_near else None)))
         self.line = Line(connection, rank, reports=True, is_new=_is_new(connection, rank))
         open_lines.add(self.line.connection)
@@ -86,11 +92,11 @@ class ExternalHub:
 def _is_new(connection: AnyConnection, rank: int) -> bool:
     """Wait for the hub's word: whether the run goes on already."""
     try:
-        answer: bool = pickle.loads(connection.recv_bytes())
+        answer: bool | None = pickle.loads(connection.recv_bytes())
     except (EOFError, OSError) as error:
-        raise StageError(
-            f"Rank {rank} came to a run that is over, or takes no more workers in: restarts= says how many it does."
-        ) from error
+        raise RunIsOver(f"Rank {rank} came to a run that is over.") from error
+    if answer is None:
+        raise StageError(f"Rank {rank} came to a run that takes no more workers in: restarts= says how many it does.")
     return answer
 
 
@@ -101,14 +107,6 @@ def _close(line: Line) -> None:
     line.connection.close()
 
 
-def _folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"lightning-parallel-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise PermissionError(f"{folder} can be entered by others. Remove it, or set TMPDIR to a folder of your own.")
-    return folder
-
-
 def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
     """Fork the hub; it ends when all ranks' lines have."""
     path.unlink(missing_ok=True)
@@ -117,17 +115,18 @@ def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
         listener.close()
 
 
-def _connect(path: Path, rank: int, timeout: float) -> Connection:
+def _connect(path: Path, rank: int, timeout: float, later: LaterRuns, hosts: Hosts | None) -> AnyConnection:
+    """A connection to the hub, once it is there."""
     deadline = time.monotonic() + timeout
     while True:
         try:
-            connection = Client(str(path), "AF_UNIX")
+            return Client(str(path), "AF_UNIX") if hosts is None else hosts.connect(hosts.port)
         except (FileNotFoundError, ConnectionRefusedError) as error:
+            if rank and later.past() is not None:
+                raise RunIsOver(f"Rank {rank} came to a run that is over.") from error
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} waited {timeout} s for rank 0 to start the run") from error
             time.sleep(0.02)
-        else:
-            return connection
 
 
 def _serve(
@@ -139,6 +138,7 @@ def _serve(
     timeout: float,
     island_size: int,
     restarts: int,
+    past: Mapping[int, bytes],
 ) -> None:
     """What the hub's process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,9 +148,9 @@ def _serve(
             come = (
                 listening.accept if isinstance(listening, Listener) else partial(cast(Hosts, hosts).accept, listening)
             )
-            lines, processes, far = _all_come(come, world_size, num_far)
+            lines, processes, far = _all_come(come, world_size, num_far, past)
             signal.alarm(0)
-            door = Door(come, processes, restarts)
+            door = Door(come, processes, restarts, past)
             kill = lambda rank: _kill(processes[rank])  # noqa: E731
             hub = Hub(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
             try:
@@ -162,7 +162,7 @@ def _serve(
 
 
 def _all_come(
-    come: Callable[[], AnyConnection], world_size: int, num_far: int
+    come: Callable[[], AnyConnection], world_size: int, num_far: int, past: Mapping[int, bytes]
 ) -> tuple[dict[AnyConnection, int], dict[int, int | None], dict[int, Far]]:
     """The lines of all workers, their processes, and servers that are on other hosts; who comes twice, came again."""
     lines: dict[int, AnyConnection] = {}
@@ -171,7 +171,9 @@ def _all_come(
     while len(lines) < world_size or len(far) < num_far:
         line = come()
         kind, number, more = pickle.loads(line.recv_bytes())
-        if kind == SERVER:
+        if kind == PAST:
+            answer(line, number, past)
+        elif kind == SERVER:
             far[number] = Far(more, line)
         else:
             lines[number], processes[number] = line, more

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_parallel.server.transport.keys import Keys
 
 SECRET = "LIGHTNING_PARALLEL_SECRET"
+_LATEST = "lightning_parallel/latest_hub"
 _IDLE_S, _BETWEEN_S, _PROBES = 5, 2, 3  # so a host whose cable is out is missed after 11 s
 
 
@@ -62,11 +63,26 @@ class Hosts:
         store = open_store(address, port, rank, world_size, timeout)
         return cls(socket.gethostbyname(address), secret.encode(), store)
 
-    def listen(self, count: int) -> socket.socket:
-        """The hub's end, for so many, on a free port that the others are told."""
+    def listen(self, count: int, run: int) -> socket.socket:
+        """The hub's end, for so many, on a free port that the others are told, and who comes to an earlier run."""
         listener = socket.create_server((self.address, 0), backlog=count)
-        self.store.set("hub", str(listener.getsockname()[1]))
+        port = listener.getsockname()[1]
+        self.store.set("hub", str(port))
+        self._script.set(_LATEST, f"{run} {port}")
         return listener
+
+    @property
+    def _script(self) -> dist.Store:
+        """The store that all runs of the script have in common."""
+        return self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        """The number and the port of the script's latest run; zeros if there was none."""
+        if not self._script.check([_LATEST]):
+            return 0, 0
+        run, port = map(int, self._script.get(_LATEST).split())
+        return run, port
 
     def accept(self, listener: socket.socket) -> SealedConnection:
         """The next connection of somebody who belongs here."""

@@ -34,9 +34,7 @@ def state_of(trainer: Trainer, rest: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Be where another worker is."""
-    trainer.fit_loop.load_state_dict(state["loops"])
-    for loop in _all_loops(trainer.fit_loop):
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    load_loops(trainer, state["loops"])
     load_callbacks(trainer, state["callbacks"])
     for group, values in zip(_groups(trainer), state["groups"], strict=True):
         group.update(values)
@@ -45,6 +43,13 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer._logger_connector._callback_metrics.update(state["metrics"])
     assert trainer.lightning_module is not None
     trainer.lightning_module.load_state_dict(state["module"], strict=False)
+
+
+def load_loops(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Count as another worker does; nothing is resumed."""
+    trainer.fit_loop.load_state_dict(dict(state))
+    for loop in _all_loops(trainer.fit_loop):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
 
 def _groups(trainer: Trainer) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A killed worker's rows are finished by others, and a new worker joins: beside one process that follows the rule."""
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -87,10 +88,10 @@ def run(folder, consistency, epochs=2, meets=True, workers=0, make=Marks, device
     return module, trainer
 
 
-def reference(clocks):
-    """One process: in each clock, the mean of the gradients of so many batches."""
+def reference(clocks, module=None):
+    """One process: in each clock, the mean of the gradients of so many batches. It begins with a module, or anew."""
     torch.manual_seed(1)
-    module, data = Classifier(), Numbered()
+    module, data = copy.deepcopy(module) if module is not None else Classifier(), Numbered()
     optimizer = module.configure_optimizers()
     for batches in clocks:
         optimizer.zero_grad()

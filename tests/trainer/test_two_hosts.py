@@ -104,7 +104,8 @@ from tests.trainer.test_parameter_server_rows import BATCH, Marks, Numbered
 
 class Awaits(Marks):
     def setup(self, stage):
-        if self.trainer.strategy._line.is_new:
+        line = self.trainer.strategy._line
+        if line is not None and line.is_new:
             open("there", "w").close()
 
     def on_train_epoch_end(self):
@@ -115,12 +116,16 @@ class Awaits(Marks):
 torch.set_num_threads(1)
 torch.manual_seed(1)
 module = Awaits(Path.cwd())
-strategy = ParameterServerStrategy(num_servers=2, lease=40.0, restarts=1)
-trainer = make_trainer(strategy, 1, num_nodes=2, max_epochs=2, num_sanity_val_steps=0)
+def trainer_of(**options):
+    strategy = ParameterServerStrategy(num_servers=2, lease=40.0, restarts=1)
+    return make_trainer(strategy, 1, num_nodes=2, num_sanity_val_steps=0, **options)
+
+(before,) = trainer_of().validate(module, row_loader((5,)), verbose=False)
+trainer = trainer_of(max_epochs=2)
 trainer.fit(module, DataLoader(Numbered(), BATCH, shuffle=True), row_loader((5,)))
 if trainer.is_global_zero:
     torch.save(module.state_dict(), "weights.pt")
-print(f"rank {trainer.global_rank} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+print(f"rank {trainer.global_rank} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} before {before['val_loss']:.6f}")
 """
 
 
@@ -278,7 +283,10 @@ def test_no_weights_are_lost_with_the_servers_of_a_host(hosts, tmp_path, monkeyp
 
 @pytest.mark.timeout(200)  # one script starts after the other has come far
 def test_a_worker_that_torchrun_starts_again_on_another_host_joins(hosts, tmp_path, monkeypatch):
-    """Rank 1 is killed after two of eight batches; rank 0 trains on what it leaves, and the second epoch is both's."""
+    """Rank 1 is killed after two of eight batches; rank 0 trains on what it leaves, and the second epoch is both's.
+
+    The evaluation before the fit is over then, and the new worker has its result.
+    """
     monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
     os.mkfifo(tmp_path / "there")
     script = tmp_path / "train.py"
@@ -286,7 +294,8 @@ def test_a_worker_that_torchrun_starts_again_on_another_host_joins(hosts, tmp_pa
     options = ["--nproc-per-node", "1", "--max-restarts", "1"]
     started = [start(host, script, number, options=options) for number, host in enumerate(hosts)]
     said = "".join(process.communicate(timeout=190)[0] for process in started)
-    assert sorted(re.findall(r"rank (\d) attempt (\d)", said)) == [("0", "0"), ("1", "1")], said
+    found = sorted(re.findall(r"rank (\d) attempt (\d) before (\S+)", said))
+    assert [one[:2] for one in found] == [("0", "0"), ("1", "1")] and found[0][2] == found[1][2], said
     own = [share(0, place, 2) for place in range(2)]
     alone = [[batch] for batch in (*own[0][AT:], *own[1][AT:])]
     second = side_by_side(*(share(1, place, 2) for place in range(2)))
