@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.deepspeed_states import Fragment
-from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.norms import joined_norm
 
 
 class Update:
