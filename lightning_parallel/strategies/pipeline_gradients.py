@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import total_norm
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
-from lightning_parallel.zero.gradient import local_part
+from lightning_parallel.zero.gradient import add_to_reduce, local_part
 from lightning_parallel.zero.windows import Windows
 
 
@@ -79,7 +79,7 @@ class PipelineGradients(PipelineSchedules):
             if before is None:
                 parameter.grad = gradient
             elif type(before) is not Tensor:  # divided among ranks: what is added waits there
-                before.add_(gradient)
+                add_to_reduce(before, gradient)
             else:
                 into.append(before)
                 added.append(gradient)

@@ -145,7 +145,8 @@ class Bucket:
         for i, parameter in enumerate(self.parameters):
             before, (at, k) = self._before.get(i), self.places[i]
             if made[i] and before is None:
-                before = ShardedGradient(reduced[at : at + k], parameter, self.ranks.group)
+                begin, _ = self.layout.piece(i, self.ranks.rank)
+                before = ShardedGradient(reduced[at : at + k], parameter, self.ranks.group, begin)
             elif made[i] and before is not None and earlier is None:
                 before.local.add_(reduced[at : at + k])
             parameter.grad = before

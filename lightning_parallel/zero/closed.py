@@ -65,7 +65,7 @@ class Kept:
 
     def values(self, like: Tensor) -> ShardedValues:
         """The part, with the shape of the parameter."""
-        return ShardedValues(self.part, like, self.group)
+        return ShardedValues(self.part, like, self.group, self.begin)
 
     @torch.no_grad()
     def take(self, source: Tensor) -> None:

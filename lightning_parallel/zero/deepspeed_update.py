@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import average_together
 from lightning_parallel.zero.deepspeed_states import Fragment
-from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.norms import joined_norm
 from lightning_parallel.zero.ranks import Ranks
 
 

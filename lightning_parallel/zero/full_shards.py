@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
-from lightning_parallel.zero.gradient import joined_norm
+from lightning_parallel.zero.norms import joined_norm
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.shard_gradients import ShardGradients
 from lightning_parallel.zero.shard_states import ShardOptions, ShardStates

@@ -1,8 +1,8 @@
 """`ShardedGradient`: what `parameter.grad` is once gradients were reduced and each rank keeps its part.
 
 The one idea: it has the parameter's shape and dtype, and holds this rank's elements. What works element by element
-(scaling, clamping, zeroing) works on these; norms and other sums are made whole over the ranks, so every rank has to
-ask for them. What needs all elements at once raises, with what to do instead.
+(scaling, clamping, adding a whole tensor) works on these; norms and other sums are made whole over the ranks, so every
+rank has to ask for them. What needs all elements at once raises, with what to do instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.zero.norms import join_norms, joined_norm
+
 aten = torch.ops.aten
 
 _BY_ELEMENT = {
@@ -22,6 +24,7 @@ _BY_ELEMENT = {
     aten.pow, aten.sign, aten.isnan, aten.isinf, aten.isfinite, aten.nan_to_num, aten.nan_to_num_, aten.copy_,
     aten.detach, aten.alias, aten.clone, aten._to_copy, aten.eq, aten.ne, aten.lt, aten.gt, aten.le, aten.ge,
     aten.zeros_like, aten.ones_like, aten.empty_like, aten.lerp_, aten.fill_, aten.logical_not,
+    aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_, aten.masked_fill, aten.masked_fill_, aten.where,
 }  # fmt: skip
 _LISTS = {
     aten._foreach_mul_, aten._foreach_div_, aten._foreach_zero_, aten._foreach_clamp_min_, aten._foreach_clamp_max_,
@@ -41,6 +44,7 @@ class ShardedGradient(Tensor):
         local: those elements [k] in the order of the flattened gradient; k may be 0.
         like: the parameter, for shape, dtype and device.
         group: the ranks that hold the others.
+        begin: the place of the first of them in the flattened gradient.
 
     Attributes:
         local: the elements.
@@ -49,24 +53,27 @@ class ShardedGradient(Tensor):
 
     local: Tensor
     group: Any
+    begin: int
     fresh: Tensor | None
     _elsewhere: frozenset[Any] = frozenset()
 
     @staticmethod
-    def __new__(cls: type[ShardedGradient], local: Tensor, like: Tensor, group: Any = None) -> ShardedGradient:
+    def __new__(
+        cls: type[ShardedGradient], local: Tensor, like: Tensor, group: Any = None, begin: int = 0
+    ) -> ShardedGradient:
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=local.dtype, device=like.device)
-        made.local, made.group, made.fresh = local, group, None
+        made.local, made.group, made.begin, made.fresh = local, group, begin, None
         return made
 
-    def __init__(self, local: Tensor, like: Tensor, group: Any = None) -> None:
+    def __init__(self, local: Tensor, like: Tensor, group: Any = None, begin: int = 0) -> None:
         """See the class."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["local"], self.group
+        return ["local"], (self.group, self.begin)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], group: Any, size: Any, stride: Any) -> ShardedGradient:
-        return ShardedGradient(inner["local"], inner["local"].new_empty(size), group)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ShardedGradient:
+        return ShardedGradient(inner["local"], inner["local"].new_empty(size), *context)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, local={self.local!r})"
@@ -76,12 +83,14 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
-        if packet is aten.add_ and _is_whole(args[1], args[0]):
-            return _accumulate(args[0], args[1])
+        if packet in (aten.add, aten.add_) and _is_made_by_a_backward(*args[:2]):
+            if packet is aten.add:  # create_graph=True
+                raise TypeError(_needs_all(args, packet))
+            return add_to_reduce(args[0], args[1])
         if packet in _BY_ELEMENT:
             return _by_element(func, args, kwargs)
         if packet in _LISTS:
-            func(*(_locals(arg) for arg in args), **kwargs)
+            func(*(_parts_beside(arg, args[0], args, packet) for arg in args), **kwargs)
             return None
         if packet is aten._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(func, *args)
@@ -116,45 +125,21 @@ def total_norm(gradients: Sequence[Tensor], order: float, group: Any) -> Tensor:
     return joined_norm(sharded, whole, order, group, gradients[0].device)
 
 
-def joined_norm(
-    sharded: Sequence[Tensor], whole: Sequence[Tensor], order: float, group: Any, device: torch.device
-) -> Tensor:
-    """The norm of this rank's parts of sharded tensors and the others' parts, and of whole ones, on a device."""
-    parts = [_norm_of_parts([p for p in parts if p.numel()], order, device) for parts in (sharded, whole)]
-    if sharded:  # the same on all ranks, though a part may be empty
-        parts[0] = _join_norms(parts[0], order, group)
-    return torch.linalg.vector_norm(torch.stack(parts), order)
-
-
-def _norm_of_parts(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    if not parts:
-        return torch.zeros((), device=device)
-    dtype = torch.promote_types(torch.float32, parts[0].dtype)
-    norms = torch._foreach_norm([part.detach() for part in parts], order, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(norms), order).to(device)
-
-
-def _join_norms(norm: Tensor, order: float, group: Any) -> Tensor:
-    """The norm over all ranks, of each rank's own."""
-    if order == float("inf"):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    joined = norm**order
-    dist.all_reduce(joined, group=group)
-    return joined ** (1 / order)
-
-
 def local_part(gradient: Tensor) -> Tensor:
     """This rank's elements of a gradient, which is whole or divided."""
     return gradient.local if isinstance(gradient, ShardedGradient) else gradient
 
 
-def _is_whole(other: Any, gradient: Any) -> bool:
-    return type(gradient) is ShardedGradient and type(other) is Tensor and other.dim() >= min(gradient.dim(), 1)
+def _is_made_by_a_backward(gradient: Any, other: Any) -> bool:
+    """Whether autograd adds a whole gradient, of this rank's rows, to what was reduced."""
+    whole = type(gradient) is ShardedGradient and type(other) is Tensor and other.dim() >= min(gradient.dim(), 1)
+    return whole and torch._C._current_graph_task_id() != -1
 
 
-def _accumulate(gradient: ShardedGradient, more: Tensor) -> ShardedGradient:
-    """A backward adds a whole gradient to what was reduced: it waits to be reduced itself."""
+def add_to_reduce(gradient: Tensor, more: Tensor) -> Tensor:
+    """Add to a gradient what a backward made on this rank: to one that was reduced, so that it waits to be, too."""
+    if not isinstance(gradient, ShardedGradient):
+        return gradient.add_(more)
     if more.shape != gradient.shape:
         raise TypeError(_needs_all((gradient,), aten.add_))
     gradient.fresh = more.detach() if gradient.fresh is None else gradient.fresh + more
@@ -162,14 +147,40 @@ def _accumulate(gradient: ShardedGradient, more: Tensor) -> ShardedGradient:
 
 
 def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    first = next(arg for arg in args if isinstance(arg, ShardedGradient))
-    for arg in args:
-        if type(arg) is Tensor and arg.dim() > 0:
-            raise TypeError(_needs_all(args, func.overloadpacket))
-    result = func(*map(_local, args), **kwargs)
-    if func._schema.name.endswith("_"):
-        return args[0]
-    return type(first)(result, first, first.group)
+    packet, first = func.overloadpacket, next(arg for arg in args if isinstance(arg, ShardedGradient))
+    in_place = func._schema.name.endswith("_")
+    if kwargs.get("out") is not None or (in_place and first is not args[0]):
+        raise TypeError(_needs_all(args, packet))
+    result = func(*(_part_beside(arg, first, args, packet) for arg in args), **kwargs)
+    return args[0] if in_place else type(first)(result, first, first.group, first.begin)
+
+
+def _part_beside(arg: Any, gradient: ShardedGradient, args: Sequence[Any], packet: Any) -> Any:
+    """Of a tensor the elements that a gradient has here; of one that is divided too, its own, which are to be the same.
+
+    Raises:
+        TypeError: it has another shape or other elements.
+    """
+    begin, end = gradient.begin, gradient.begin + gradient.local.numel()
+    if isinstance(arg, ShardedGradient):
+        if arg.shape != gradient.shape or (arg.begin, arg.local.numel()) != (begin, end - begin):
+            raise TypeError(_needs_all(args, packet))
+        return arg.local
+    if not isinstance(arg, Tensor) or arg.dim() == 0:
+        return arg
+    if type(gradient) is not ShardedGradient or arg.dim() > gradient.dim():
+        raise TypeError(_needs_all(args, packet))
+    return arg.detach().expand(gradient.shape).reshape(-1)[begin:end]
+
+
+def _parts_beside(arg: Any, gradients: Any, args: Sequence[Any], packet: Any) -> Any:
+    """The same for lists of tensors that go with a list of gradients."""
+    if not isinstance(arg, (list, tuple)):
+        return arg
+    pairs = list(zip(arg, gradients, strict=False))
+    if any(isinstance(x, ShardedGradient) and not isinstance(g, ShardedGradient) for x, g in pairs):
+        raise TypeError(_needs_all(args, packet))
+    return [_part_beside(x, g, args, packet) if isinstance(g, ShardedGradient) else x for x, g in pairs]
 
 
 def _norm(gradient: ShardedGradient, order: float = 2, dim: Any = None, *args: Any, dtype: Any = None) -> Tensor:
@@ -177,7 +188,7 @@ def _norm(gradient: ShardedGradient, order: float = 2, dim: Any = None, *args: A
         raise TypeError(_needs_all((gradient,), aten.linalg_vector_norm))
     local = gradient.local if dtype is None else gradient.local.to(dtype)
     norm = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
-    return _join_norms(norm, order, gradient.group)
+    return join_norms(norm, order, gradient.group)
 
 
 def _reduce(func: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.collectives import Traffic
+from lightning_parallel.zero.gradient import add_to_reduce
 from lightning_parallel.zero.votes import vote
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
@@ -143,7 +144,7 @@ class Reducer:
         for number, gradients in late.items():
             for parameter, gradient in zip(self.buckets[number].parameters, gradients, strict=True):
                 if gradient is not None and parameter.grad is not None:
-                    parameter.grad.add_(gradient)
+                    add_to_reduce(parameter.grad, gradient)
                 elif gradient is not None:
                     parameter.grad = gradient
         if more:
