@@ -30,6 +30,7 @@ _MAY = {
     *("type", "double", "float", "half", "bfloat16"),
 }
 _CASTS = {"to", "cpu", "cuda", "type", "double", "float", "half", "bfloat16"}
+_ASSIGN = {"__setitem__", *(f"__i{x}__" for x in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
 Lend = Callable[[nn.Parameter], None]
 _lend: list[Lend | None] = [None]
 _for_shapes = [False]
@@ -146,8 +147,9 @@ def _copy(target: Any, source: Any, *_: Any) -> Any:
 
 
 def _writes(name: str, args: Any) -> bool:
-    """Whether an operator writes to a closed parameter, which no forward may."""
-    return name.endswith("_") and not name.endswith("__") and isinstance(args[0], Closed)
+    """Whether an operator writes to closed parameters, which no forward may: it would be lost."""
+    in_place = name in _ASSIGN or (name.endswith("_") and not name.endswith("__"))
+    return in_place and bool(_closed_of(args[:1]))
 
 
 def _closed_of(arguments: Any) -> list[Any]:

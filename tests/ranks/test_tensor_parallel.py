@@ -561,6 +561,7 @@ def test_between_blocks_a_rank_has_its_slice_and_draws_its_own_masks():
     ("make", "loss_of", "words"),
     [
         (MODELS["bert"][0], MODELS["bert"][1], "`bert.encoder.layer.0` (BertLayer) does not compute on slices of the"),
+        (MODELS["olmo2"][0], causal, "`model.layers.0` (Olmo2DecoderLayer) does not compute on slices of the sequence"),
         (MODELS["vit"][0], MODELS["vit"][1], "shape (2, 17, 16) and not [rows, positions, features] with positions"),
         (lambda: Perceptron(), None, "needs one list of blocks with everything that tensor_plan cuts"),
     ],

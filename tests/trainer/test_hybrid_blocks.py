@@ -184,6 +184,9 @@ class Later(GPT):
             loss = loss + 1e-3 * self.blocks[block].up.weight.detach().square().sum() * loss
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("norm", self.blocks[4].up.weight.norm() if batch_idx else torch.ones(()))
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
         for number, block in enumerate(self.blocks):
@@ -211,12 +214,13 @@ def later() -> GPT:
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
 def test_what_is_first_read_in_a_later_step_is_gathered_there(recompute: str):
-    case = gpt_case(gradient_clip_val=None).but(make=later, at_end=kept)
+    validation = {"val_check_interval": 3, "limit_val_batches": 2}
+    case = gpt_case(gradient_clip_val=None, **validation).but(make=later, at_end=kept, validate=True)
     ways = ({"zero_stage": 3}, {**THREE, "bucket_mb": 1e-3})
     by_step, by_block = on_meshes([(case, Mesh(2, 1, 1, {"recompute": recompute, **way})) for way in ways])
     for ours, theirs in zip(by_block, by_step, strict=True):
         assert_equal(ours, theirs, recompute)
-        assert ours.extra == {0, 1, 6}
+        assert ours.extra == {0, 1, 4, 6} and ours.final["logged/norm"] == theirs.final["logged/norm"] != 1
 
 
 class LaterOfAnother(OfAnother):
