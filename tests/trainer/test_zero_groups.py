@@ -49,7 +49,7 @@ class Alone(Classifier):
         super().__init__()
 
 
-@pytest.mark.parametrize(("engine", "stage"), [*OWN, *DEEPSPEED])
+@pytest.mark.parametrize(("engine", "stage"), SLOW)
 def test_groups_begin_with_the_first_rank_s_parameters(engine: str, stage: int):
     job = Fit(Alone, {"max_steps": 1, "limit_val_batches": 0})
     theirs, ours = on_ranks([(job, ddp()), (job, pairs(engine, stage))], 4, timeout=140.0)
