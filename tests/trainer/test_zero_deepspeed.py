@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, Logs, LogsUnderSgd
-from tests.trainer.test_zero_checkpoints import Small, Trained, assert_like, evaluates, run, saves
+from tests.trainer.test_zero_checkpoints import Small, Trained, WithTests, assert_like, evaluates, run, saves
 from tests.trainer.test_zero_measured import MIXED, MODELS, TIED
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
@@ -232,16 +232,11 @@ def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupt
         assert all(torch.equal(again[0].weights[name], value) for name, value in whole[0].weights.items())
 
 
-class WithATest(Trained):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_after_validate_and_tested(tmp_path: Path, stage: int):
-    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithATest), "auto", 1)
-    [results] = on_ranks([(run(2, evaluates(tmp_path / "two.ckpt"), make=WithATest), deepspeed(stage))], 2)
+    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithTests), "auto", 1)
+    [results] = on_ranks([(run(2, evaluates(tmp_path / "two.ckpt"), make=WithTests), deepspeed(stage))], 2)
     for result in results:
         torch.testing.assert_close(result.extra, reference.extra, **ROUNDED)
 
