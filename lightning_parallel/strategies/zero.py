@@ -59,8 +59,8 @@ class ZeROStrategy(ZeRODivision):
             way "forward", or on "both".
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
-        shard_size: divide among so many neighbouring ranks only, such as those of one host, and hold the
-            same parts on every such group, between which gradients are averaged part by part. Default is all ranks.
+        shard_size: divide among so many neighbouring ranks only, such as those of one host, and hold the same parts on
+            every such group, between which gradients are averaged part by part. Default is all ranks.
         offload: keep optimizer states (fsdp2: parameters and gradients too; deepspeed in stage 3: parameters too) in
             the host's memory, and update there.
         activation_checkpointing: from forward to backward keep the inputs of blocks alone, and compute the rest again:

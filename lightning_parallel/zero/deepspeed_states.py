@@ -1,8 +1,8 @@
 """Where DeepSpeed keeps a parameter's states: this rank's fragment of each, in one way of speaking for all stages.
 
-The one idea: in every stage DeepSpeed keeps flat vectors of 32 bits, and a parameter's elements that this rank owns lie
-in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements). In a step it is
-a parameter of the user's optimizer, which keeps a state for it: one without a gradient is passed over.
+The one idea: in every stage DeepSpeed keeps flat vectors, mostly of 32 bits, and a parameter's elements that this rank
+owns lie in one of them, in one run. So a fragment is (vector, offset in it, first element, number of elements). In a
+step it is a parameter of the user's optimizer, which keeps a state for it: one without a gradient is passed over.
 """
 
 from __future__ import annotations

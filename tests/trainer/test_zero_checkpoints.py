@@ -44,6 +44,11 @@ class Trained(Model):
         self.net[8] = nn.Linear(6, 3, bias=False)  # before a BatchNorm a bias has a gradient of rounding alone
 
 
+class WithTests(Trained):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+
 def loader() -> Any:
     return row_dataset(5, 5)  # odd rows, one batch an epoch
 

@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.test_zero import ROUNDED, RUNS, Gan, Logs, LogsUnderSgd
-from tests.trainer.test_zero_checkpoints import Small, Trained, assert_like, evaluates, run, saves
+from tests.trainer.test_zero_checkpoints import Small, Trained, WithTests, assert_like, evaluates, run, saves
 from tests.trainer.test_zero_measured import MIXED, MODELS, TIED
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, fit, on_ranks, zero
@@ -214,11 +214,12 @@ def test_from_two_ranks_to_one_and_to_four(tmp_path: Path, uninterrupted: Result
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupted: Result, stage: int):
     fit(run(2, saves(tmp_path / "one.ckpt"), make=Trained), "auto", 1)
     jobs: list[Any] = [(run(4, resume=tmp_path / "one.ckpt", make=Trained), deepspeed(stage))]
-    for precision, master in (("bf16-true", True), ("16-true", True), ("16-true", False)):
+    for precision, master in (("bf16-true", True), ("16-true", True), ("bf16-true", False)):
         half, path = {"precision": precision, "make": Small}, tmp_path / f"{precision}-{master}"
         of_halves = (run(4, **half), run(2, saves(path), **half), run(4, resume=path, **half))
         jobs += [(one, deepspeed(stage, master_weights=master)) for one in of_halves]
@@ -226,21 +227,16 @@ def test_from_one_process_and_with_copies_of_32_bits(tmp_path: Path, uninterrupt
     assert_like(resumed, uninterrupted, slice(2, None))
     copies = torch.load(tmp_path / "16-true-True", weights_only=True)["master_weights"]
     assert {value.dtype for value in copies.values()} == {torch.float32}
-    assert "master_weights" not in torch.load(tmp_path / "16-true-False", weights_only=True)
+    assert "master_weights" not in torch.load(tmp_path / "bf16-true-False", weights_only=True)
     for whole, again in zip(halves[::3], halves[2::3], strict=True):
         assert all(torch.equal(again[0].weights[name], value) for name, value in whole[0].weights.items())
-
-
-class WithATest(Trained):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_after_validate_and_tested(tmp_path: Path, stage: int):
-    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithATest), "auto", 1)
-    [results] = on_ranks([(run(2, evaluates(tmp_path / "two.ckpt"), make=WithATest), deepspeed(stage))], 2)
+    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithTests), "auto", 1)
+    [results] = on_ranks([(run(2, evaluates(tmp_path / "two.ckpt"), make=WithTests), deepspeed(stage))], 2)
     for result in results:
         torch.testing.assert_close(result.extra, reference.extra, **ROUNDED)
 

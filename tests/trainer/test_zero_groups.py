@@ -12,7 +12,16 @@ from lightning_parallel.measure.memory_reading import STATES
 from lightning_parallel.zero.accounting import bytes_by_kind
 from tests.trainer.modules import Classifier
 from tests.trainer.test_zero import ROUNDED, LogsUnderSgd, half
-from tests.trainer.test_zero_checkpoints import Model, Small, Trained, assert_like, run, saves
+from tests.trainer.test_zero_checkpoints import (
+    Model,
+    Small,
+    Trained,
+    WithTests,
+    assert_like,
+    evaluates,
+    run,
+    saves,
+)
 from tests.trainer.test_zero_measured import MIXED, MODELS, ONE_COPY, TIED
 from tests.trainer.test_zero_measured import run as measured_run
 from tests.trainer.zeros import STAGES, Fit, Result, ddp, each_of, fit, on_ranks, others, zero
@@ -49,7 +58,7 @@ class Alone(Classifier):
         super().__init__()
 
 
-@pytest.mark.parametrize(("engine", "stage"), [*OWN, *DEEPSPEED])
+@pytest.mark.parametrize(("engine", "stage"), SLOW)
 def test_groups_begin_with_the_first_rank_s_parameters(engine: str, stage: int):
     job = Fit(Alone, {"max_steps": 1, "limit_val_batches": 0})
     theirs, ours = on_ranks([(job, ddp()), (job, pairs(engine, stage))], 4, timeout=140.0)
@@ -101,6 +110,14 @@ def test_checkpoints_for_other_groups_and_for_none(
     torch.testing.assert_close(plain[0].weights, reference.weights, **ROUNDED)
     assert cli.main(["consolidate", str(folder), str(tmp_path / "one.ckpt"), "--trusted"]) == 0
     assert_like([fit(run(4, resume=tmp_path / "one.ckpt", make=make), "auto", 1)], reference, slice(2, None))
+
+
+@pytest.mark.parametrize(("engine", "stage"), SLOW)
+def test_evaluations_and_what_is_saved_after_them(tmp_path: Path, engine: str, stage: int):
+    reference = fit(run(2, evaluates(tmp_path / "one.ckpt"), make=WithTests), "auto", 1)
+    [results] = on_ranks([(run(2, evaluates(tmp_path / "four.ckpt"), make=WithTests), pairs(engine, stage))], 4)
+    for result in results:
+        torch.testing.assert_close(result.extra, reference.extra, **ROUNDED)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
