@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.callbacks import MemoryMonitor
 from lightning_parallel.demo import GPT
@@ -51,12 +53,36 @@ def test_dropout_drops_the_same_when_it_is_computed_again():
     assert_same(again, first[0], leave_out=KEY_BIAS)
 
 
+class Checkpointed(GPT):
+    """The step calls its blocks by torch's own checkpoint."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def checkpointed() -> GPT:
+    return Checkpointed(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4)
+
+
 @pytest.mark.slow
-def test_what_is_computed_again_is_not_held():
+def test_a_step_that_calls_blocks_by_checkpoint_is_one_process():
+    run = case(checkpointed)
+    records = on_stages(run, 2)
+    assert_same(records, one_process(run), leave_out=KEY_BIAS)
+    assert_sliced(records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["by recompute", "by the step"])
+def test_what_is_computed_again_is_not_held(how):
     run = case(lambda: gpt(explicit_mask=False)).but(
         trainer={"callbacks": lambda: [MemoryMonitor()], "accumulate_grad_batches": 1}, validate=False
     )
-    held, kept_less = many_on_stages([run, run.but(BLOCK)], 2)
+    other = run.but(BLOCK) if how == "by recompute" else replace(run, make=checkpointed)
+    held, kept_less = many_on_stages([run, other], 2)
     for rank in (0, 1):
         key = f"logged/parallel/memory_activations_peak/rank_{rank}"
         assert kept_less[rank].metrics[-1][key] < 0.5 * held[rank].metrics[-1][key]

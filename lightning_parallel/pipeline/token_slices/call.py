@@ -15,6 +15,7 @@ from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError, version_of
 from lightning_parallel.pipeline.random_streams import mix
 from lightning_parallel.pipeline.token_slices.attention import forbids
+from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
 
 
 class Surroundings:
@@ -50,6 +51,10 @@ class BlockCall:
         module: its own `__call__`.
         args, kwargs: tensors that are there, and Phantoms for what blocks before it return.
         surroundings: where the step called it.
+
+    Attributes:
+        forbids: see `attention.forbids`.
+        is_checkpointed: whether the step called it by torch.utils.checkpoint.
     """
 
     hook: Hook
@@ -59,7 +64,7 @@ class BlockCall:
     surroundings: Surroundings
 
     def __post_init__(self) -> None:
-        self.forbids = forbids(self.hook)
+        self.forbids, self.is_checkpointed = forbids(self.hook), _is_checkpointed()
         self._versions = [(x, version_of(x)) for x in tree_flatten((self.args, self.kwargs))[0] if _is_real(x)]
 
     def refuse_written(self) -> None:
@@ -73,6 +78,11 @@ class BlockCall:
                 f"The step writes into an argument of `{self.hook.name}` after it called it, which token slices read"
                 " later. Use an operator that is not in place."
             )
+
+
+def _is_checkpointed() -> bool:
+    """Whether what is called now is computed again in the backward (torch.utils.checkpoint)."""
+    return getattr(hook_on_saved_tensors(), "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_real(x: Any) -> bool:

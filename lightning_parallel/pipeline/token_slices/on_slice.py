@@ -37,12 +37,14 @@ class BlockOnSlice:
     stream: int
 
     def run(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, KeysAndValues]:
-        """What the block returns, and its own keys and values; computed again in the backward if `cut` says so.
+        """What the block returns, and its own keys and values; computed again in the backward if `cut` or the step says
+        so.
 
         Raises:
             ValueError: it is to be computed again, and writes into an argument.
         """
-        if not cut.recomputes_blocks(self.call.hook.stage) or not self.call.surroundings.trains:
+        again = cut.recomputes_blocks(self.call.hook.stage) or self.call.is_checkpointed
+        if not again or not self.call.surroundings.trains:
             return self._once(cut, args, kwargs)
         before = versions(args, kwargs)
         with cut.keep_inputs():  # of what comes by place
