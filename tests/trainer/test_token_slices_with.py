@@ -1,6 +1,7 @@
 """What TeraPipe goes with: recomputation, parts of states along the data axis, a tensor axis."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_parallel.demo import GPT
 from tests.trainer.architectures import DECODER, placed_texts, tiny
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt_case, on_meshes
 from tests.trainer.hybrids import gpt as gpt_of_mesh
-from tests.trainer.pipelines import assert_same, many_on_stages, on_stages, one_process
+from tests.trainer.pipelines import assert_same, failure_of, many_on_stages, on_stages, one_process
 from tests.trainer.test_parity import KEY_BIAS, gpt
 from tests.trainer.test_token_slices import assert_sliced, case, last_schedule
 from tests.trainer.test_token_slices_attention import Encoders
@@ -67,12 +68,44 @@ def checkpointed() -> GPT:
     return Checkpointed(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4)
 
 
+class InBlocks(GPT):
+    """Blocks checkpoint their attention, and draw in it."""
+
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block._attend = partial(checkpoint, block._attend, use_reentrant=False)
+
+
+def in_blocks(**options: Any) -> GPT:
+    return InBlocks(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4, **options)
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "around blocks": case(checkpointed),
+    "in blocks": case(in_blocks),
+    "llama": case(tiny("LlamaForCausalLM", "LlamaConfig", DECODER, checkpointing=True), placed_texts),
+}
+
+
 @pytest.mark.slow
-def test_a_step_that_calls_blocks_by_checkpoint_is_one_process():
-    run = case(checkpointed)
-    records = on_stages(run, 2)
-    assert_same(records, one_process(run), leave_out=KEY_BIAS)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # transformers 5
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_of_ones_own_are_one_process(name):
+    records = on_stages(CHECKPOINTS[name], 2)
+    assert_same(records, one_process(CHECKPOINTS[name]), leave_out=KEY_BIAS)
     assert_sliced(records)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_block_that_is_computed_again_is_refused():
+    words = "Block `blocks.0` is computed again as a whole, and holds a checkpoint of its own"
+    assert words in failure_of(case(in_blocks, **BLOCK))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_block_draws_the_same_again():
+    plain, again = many_on_stages([case(lambda: gpt(dropout=0.2)), case(lambda: in_blocks(dropout=0.2))], 2)
+    assert_same(again, plain[0], leave_out=KEY_BIAS)
 
 
 @pytest.mark.slow

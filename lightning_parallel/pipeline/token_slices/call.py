@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.phantom import Phantom, PhantomError, version_of
 from lightning_parallel.pipeline.random_streams import mix
-from lightning_parallel.pipeline.token_slices.attention import forbids
-from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
+from lightning_parallel.pipeline.token_slices.attention import forbids, is_checkpointed
 
 
 class Surroundings:
@@ -64,7 +63,7 @@ class BlockCall:
     surroundings: Surroundings
 
     def __post_init__(self) -> None:
-        self.forbids, self.is_checkpointed = forbids(self.hook), _is_checkpointed()
+        self.forbids, self.is_checkpointed = forbids(self.hook), is_checkpointed()
         self._versions = [(x, version_of(x)) for x in tree_flatten((self.args, self.kwargs))[0] if _is_real(x)]
 
     def refuse_written(self) -> None:
@@ -78,11 +77,6 @@ class BlockCall:
                 f"The step writes into an argument of `{self.hook.name}` after it called it, which token slices read"
                 " later. Use an operator that is not in place."
             )
-
-
-def _is_checkpointed() -> bool:
-    """Whether what is called now is computed again in the backward (torch.utils.checkpoint)."""
-    return getattr(hook_on_saved_tensors(), "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_real(x: Any) -> bool:
