@@ -175,3 +175,12 @@ def test_what_slices_and_the_step_read_leaves_when_both_are_done(zero_stage):
     mesh = Mesh(2, 2, 1, {**SLICES, "zero_stage": zero_stage})
     [records] = on_meshes([(run, mesh)])
     assert_one_process(records, one_process(run), mesh)
+
+
+@pytest.mark.slow
+def test_heads_of_attention_modules_are_shared():
+    run = replace(gpt_case(), make=lambda: Encoders(vocabulary=19), at_end=last_schedule)
+    mesh = Mesh(1, 2, 2, SLICES)
+    [records] = on_meshes([(run, mesh)])
+    assert_one_process(records, one_process(run), mesh)
+    assert_sliced(records)
