@@ -15,8 +15,10 @@ from tests.trainer.test_token_slices import assert_sliced, case
 class Encoders(GPT):
     """A language model of `nn.TransformerEncoderLayer`s, with SGD; `padded`: a micro-batch hides its last tokens."""
 
-    def __init__(self, whole: bool = False, padded: bool = False, dropout: float = 0.0, hint: bool = True) -> None:
-        super().__init__(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4)
+    def __init__(
+        self, whole: bool = False, padded: bool = False, dropout: float = 0.0, hint: bool = True, vocabulary: int = 11
+    ) -> None:
+        super().__init__(vocabulary=vocabulary, context=16, width=16, num_heads=2, num_blocks=4)
         layers = [
             nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=bool(n % 2)) for n in range(4)
         ]

@@ -1,17 +1,20 @@
 """What TeraPipe goes with: recomputation, parts of states along the data axis, a tensor axis."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.callbacks import MemoryMonitor
 from lightning_parallel.demo import GPT
 from tests.trainer.architectures import DECODER, placed_texts, tiny
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt_case, on_meshes
 from tests.trainer.hybrids import gpt as gpt_of_mesh
-from tests.trainer.pipelines import assert_same, many_on_stages, on_stages, one_process
+from tests.trainer.pipelines import assert_same, failure_of, many_on_stages, on_stages, one_process
 from tests.trainer.test_parity import KEY_BIAS, gpt
 from tests.trainer.test_token_slices import assert_sliced, case, last_schedule
 from tests.trainer.test_token_slices_attention import Encoders
@@ -51,12 +54,68 @@ def test_dropout_drops_the_same_when_it_is_computed_again():
     assert_same(again, first[0], leave_out=KEY_BIAS)
 
 
+class Checkpointed(GPT):
+    """The step calls its blocks by torch's own checkpoint."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def checkpointed() -> GPT:
+    return Checkpointed(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4)
+
+
+class InBlocks(GPT):
+    """Blocks checkpoint their attention, and draw in it."""
+
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block._attend = partial(checkpoint, block._attend, use_reentrant=False)
+
+
+def in_blocks(**options: Any) -> GPT:
+    return InBlocks(vocabulary=11, context=16, width=16, num_heads=2, num_blocks=4, **options)
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "around blocks": case(checkpointed),
+    "in blocks": case(in_blocks),
+    "llama": case(tiny("LlamaForCausalLM", "LlamaConfig", DECODER, checkpointing=True), placed_texts),
+}
+
+
 @pytest.mark.slow
-def test_what_is_computed_again_is_not_held():
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # transformers 5
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_of_ones_own_are_one_process(name):
+    records = on_stages(CHECKPOINTS[name], 2)
+    assert_same(records, one_process(CHECKPOINTS[name]), leave_out=KEY_BIAS)
+    assert_sliced(records)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_block_that_is_computed_again_is_refused():
+    words = "Block `blocks.0` is computed again as a whole, and holds a checkpoint of its own"
+    assert words in failure_of(case(in_blocks, **BLOCK))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_block_draws_the_same_again():
+    plain, again = many_on_stages([case(lambda: gpt(dropout=0.2)), case(lambda: in_blocks(dropout=0.2))], 2)
+    assert_same(again, plain[0], leave_out=KEY_BIAS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["by recompute", "by the step"])
+def test_what_is_computed_again_is_not_held(how):
     run = case(lambda: gpt(explicit_mask=False)).but(
         trainer={"callbacks": lambda: [MemoryMonitor()], "accumulate_grad_batches": 1}, validate=False
     )
-    held, kept_less = many_on_stages([run, run.but(BLOCK)], 2)
+    other = run.but(BLOCK) if how == "by recompute" else replace(run, make=checkpointed)
+    held, kept_less = many_on_stages([run, other], 2)
     for rank in (0, 1):
         key = f"logged/parallel/memory_activations_peak/rank_{rank}"
         assert kept_less[rank].metrics[-1][key] < 0.5 * held[rank].metrics[-1][key]
@@ -116,3 +175,12 @@ def test_what_slices_and_the_step_read_leaves_when_both_are_done(zero_stage):
     mesh = Mesh(2, 2, 1, {**SLICES, "zero_stage": zero_stage})
     [records] = on_meshes([(run, mesh)])
     assert_one_process(records, one_process(run), mesh)
+
+
+@pytest.mark.slow
+def test_heads_of_attention_modules_are_shared():
+    run = replace(gpt_case(), make=lambda: Encoders(vocabulary=19), at_end=last_schedule)
+    mesh = Mesh(1, 2, 2, SLICES)
+    [records] = on_meshes([(run, mesh)])
+    assert_one_process(records, one_process(run), mesh)
+    assert_sliced(records)

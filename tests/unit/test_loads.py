@@ -126,7 +126,9 @@ def test_units_of_all_cuts_and_boundaries_of_all_sizes_are_measured():
     assert measured.nbytes == {"blocks.0": 3 * 8 * 4, **{f"blocks.{i}": 3 * 16 * 4 for i in (1, 2, 3)}}
     load: StageLoad = measured(straight(2))
     assert asked == [3 * 16 * 4] and load.costs.communication == {(0, 1): 1e-3, (1, 0): 1e-3}
-    expected = [sum(measured.units[f"blocks.{i}"].forward for i in pair) for pair in ((0, 1), (2, 3))]
+    [outside] = measured.outside.values()
+    cost = {name: unit.forward + outside.behind[name].forward for name, unit in measured.units.items()}
+    expected = [outside.before.forward + sum(cost[f"blocks.{i}"] for i in pair) for pair in ((0, 1), (2, 3))]
     assert load.costs.forward == pytest.approx(expected)
     choice = choose_for(measured, Wanted(2, 4, partition="count"))
     assert asked == [3 * 16 * 4]  # once a size

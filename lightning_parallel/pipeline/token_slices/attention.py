@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.token_slices.multi_head import MultiHead
+from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
 
 NOT_CAUSAL = (
     "attention that is not causal (scaled_dot_product_attention without is_causal=True, or attention without a mask"
@@ -58,6 +59,7 @@ class SlicedAttention(TorchFunctionMode):
 
     Attributes:
         own: keys and values of this slice.
+        is_repeated: whether a checkpoint within the block will compute some of it again.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class SlicedAttention(TorchFunctionMode):
         super().__init__()
         self.before, self.end, self.length, self.dropout, self.forbids = before, end, length or end, dropout, forbids
         self.own: KeysAndValues = []
-        self._trains = False
+        self._trains = self.is_repeated = False
+        self._around: Any = None
 
     def __enter__(self) -> SlicedAttention:
-        self._trains = torch.is_grad_enabled()
+        self._trains, self._around = torch.is_grad_enabled(), hook_on_saved_tensors()
         super().__enter__()
         return self
 
@@ -86,6 +89,7 @@ class SlicedAttention(TorchFunctionMode):
         """Note the keys and values of the next attention; returns them behind those of earlier slices."""
         if self._trains and not torch.is_grad_enabled():
             raise PhantomError(_WITHOUT_GRADIENTS)
+        self.is_repeated |= is_checkpointed() and hook_on_saved_tensors() is not self._around
         number, own = len(self.own), Keys(key, value, padding)
         self.own.append(own)
         if not self.before:
@@ -155,6 +159,11 @@ def _attend_to_all(
     **options: Any,
 ) -> Tensor:  # fmt: skip
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **options)
+
+
+def is_checkpointed() -> bool:
+    """Whether what is called now is computed again in the backward (torch.utils.checkpoint)."""
+    return getattr(hook_on_saved_tensors(), "__module__", "") == "torch.utils.checkpoint"
 
 
 def forbids(hook: Hook) -> bool:

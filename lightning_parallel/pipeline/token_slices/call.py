@@ -16,7 +16,7 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.phantoms.stand_in import version_of
 from lightning_parallel.pipeline.random_streams import mix
-from lightning_parallel.pipeline.token_slices.attention import forbids
+from lightning_parallel.pipeline.token_slices.attention import forbids, is_checkpointed
 
 
 class Surroundings:
@@ -52,6 +52,10 @@ class BlockCall:
         module: its own `__call__`.
         args, kwargs: tensors that are there, and Phantoms for what blocks before it return.
         surroundings: where the step called it.
+
+    Attributes:
+        forbids: see `attention.forbids`.
+        is_checkpointed: whether the step called it by torch.utils.checkpoint.
     """
 
     hook: Hook
@@ -61,7 +65,7 @@ class BlockCall:
     surroundings: Surroundings
 
     def __post_init__(self) -> None:
-        self.forbids = forbids(self.hook)
+        self.forbids, self.is_checkpointed = forbids(self.hook), is_checkpointed()
         self._versions = [(x, version_of(x)) for x in tree_flatten((self.args, self.kwargs))[0] if _is_real(x)]
 
     def refuse_written(self) -> None:

@@ -8,6 +8,7 @@ begins at what the slice sent, and at its keys and values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_parallel.pipeline.token_slices.call import BlockCall, stream_of
 from lightning_parallel.pipeline.token_slices.check import real_arguments
 from lightning_parallel.pipeline.token_slices.on_slice import BlockOnSlice
 from lightning_parallel.pipeline.token_slices.plan import PlanRun
+from lightning_parallel.pipeline.token_slices.repeats import Repeats
 
 Made = dict[Any, Tensor]  # what blocks returned for a slice, by `Leaf`; what came in, by the Phantom it stands for
 
@@ -47,6 +49,7 @@ class SlicedMicrobatch:
         self._given = _Given()
         self._before: list[list[KeysAndValues]] = [[] for _ in run.calls]  # by call, then by slice
         self._edges: list[list[tuple[Tensor, GradientEdge]]] = []  # by slice: kept keys or values, and where they enter
+        self._repeats: list[dict[int, BlockOnSlice | None]] = []  # by slice: what checkpoints in blocks repeat
         self._outputs: list[dict[Any, GradientEdge]] = []
         self._results: list[Any] = []  # of the last block, by slice
         self._joined: dict[int, Tensor] = {}
@@ -66,6 +69,7 @@ class SlicedMicrobatch:
         """Run the blocks on slice `number`; returns what is sent, by position among the next block's arguments."""
         made = self._received(received)
         self._edges.append([])
+        self._repeats.append({})
         for call, before in zip(self.run.calls, self._before, strict=True):
             self._call(call, before, number, made)
         outputs = [self._output(position, made) for position in send]
@@ -95,12 +99,15 @@ class SlicedMicrobatch:
 
         args, kwargs = real_arguments((call.args, call.kwargs), real)
         stream = stream_of(call.hook, self.run.key, number)
-        result, own = BlockOnSlice(call, tuple(before), end, self.length, stream).run(self.run.cut, args, kwargs)
+        on_slice = BlockOnSlice(call, self.run.cut, tuple(before), end, self.length, stream)
+        result, attention = on_slice.run(args, kwargs)
+        if attention.is_repeated:
+            self._repeats[-1][stream] = on_slice if len(attention.own) == 1 else None
         self.streams.start(self.run.key ^ call.hook.stream_behind)
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         made.update({(call.hook.name, place): x for place, x in enumerate(tensors)})
         if number < len(self.bounds) - 1:
-            before.append([Keys(self._kept(of.key), self._kept(of.value), of.padding) for of in own])
+            before.append([Keys(self._kept(of.key), self._kept(of.value), of.padding) for of in attention.own])
         if self.run.ends_step and call is self.run.calls[-1]:
             self._results.append(result)
 
@@ -151,14 +158,17 @@ class SlicedMicrobatch:
                 roots.append(edge)
                 seeds.append(kept.grad)
                 kept.grad = None
+        repeats = self._repeats.pop()
         if roots:
+            self.streams.start(self.run.key)
             try:
-                torch.autograd.backward(roots, seeds)
+                with Repeats(repeats, self.streams) if repeats else nullcontext():
+                    torch.autograd.backward(roots, seeds)
             except CheckpointError as error:
                 raise PhantomError(
-                    "A block is computed again in the backward (torch.utils.checkpoint), where it would need the keys"
-                    " and values of earlier slices. Switch activation checkpointing off and use"
-                    ' PipelineStrategy(recompute="block"), or a schedule of whole micro-batches.'
+                    "A block that is computed again in the backward (torch.utils.checkpoint) computes something else."
+                    ' Switch activation checkpointing off and use PipelineStrategy(recompute="block"), or a schedule of'
+                    " whole micro-batches."
                 ) from error
         if number == 0:
             self._given.backward()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.phantom import PhantomError
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import BlockCall
 from lightning_parallel.pipeline.unit_calls import versions
@@ -24,38 +25,54 @@ class BlockOnSlice:
     """A block's call on one slice.
 
     Args:
-        call: the call.
+        call, cut: the call, and what of it is computed again.
         before: keys and values of the slices before it.
         end, length: the position behind the slice's last, and T.
         stream: its random numbers, see `call.stream_of`.
     """
 
     call: BlockCall
+    cut: Cut
     before: Sequence[KeysAndValues]
     end: int
     length: int
     stream: int
 
-    def run(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, KeysAndValues]:
-        """What the block returns, and its own keys and values; computed again in the backward if `cut` says so.
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the whole call is computed again in the backward."""
+        asked = self.cut.recomputes_blocks(self.call.hook.stage) or self.call.is_checkpointed
+        return asked and self.call.surroundings.trains
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SlicedAttention]:
+        """What the block returns, and its attention with its own keys and values.
 
         Raises:
             ValueError: it is to be computed again, and writes into an argument.
+            PhantomError: it is, and some of it is anyway.
         """
-        if not cut.recomputes_blocks(self.call.hook.stage) or not self.call.surroundings.trains:
-            return self._once(cut, args, kwargs)
+        if not self.is_repeated:
+            return self._once(args, kwargs)
         before = versions(args, kwargs)
-        with cut.keep_inputs():  # of what comes by place
+        with self.cut.keep_inputs():  # of what comes by place
             found = checkpoint(
-                lambda *args: self._once(cut, args, kwargs), *args, use_reentrant=False, preserve_rng_state=False
+                lambda *args: self._once(args, kwargs), *args, use_reentrant=False, preserve_rng_state=False
             )
         if versions(args, kwargs) != before:
             raise ValueError(calls.written_by(self.call.hook.name))
+        if found[1].is_repeated:
+            raise PhantomError(
+                f"Block `{self.call.hook.name}` is computed again as a whole, and holds a checkpoint of its own, which"
+                " token slices do not do at once. Leave one of them out."
+            )
         return found
 
-    def _once(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, KeysAndValues]:
-        cut.streams.start(self.stream)
-        attention = SlicedAttention(self.before, self.end, self.length, forbids=self.call.forbids)
-        with self.call.surroundings.again(), attention:
+    def attention(self) -> SlicedAttention:
+        """What attention finds in the call."""
+        return SlicedAttention(self.before, self.end, self.length, forbids=self.call.forbids)
+
+    def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SlicedAttention]:
+        self.cut.streams.start(self.stream)
+        with self.call.surroundings.again(), self.attention() as attention:
             result = self.call.module(*args, **kwargs)
-        return result, attention.own
+        return result, attention
