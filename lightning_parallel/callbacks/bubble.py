@@ -45,6 +45,8 @@ class BubbleMonitor(Callback):
         print(monitor.summary())
     """
 
+    measured_attributes = ("_history",)  # rank 0's come back from forked ranks
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         self._is_due = EveryNSteps(self, every_n_steps)
         self._history = BubbleHistory()

@@ -54,6 +54,8 @@ class CommunicationMonitor(Callback):
         print(monitor.summary())
     """
 
+    measured_attributes = ("link", "last", "backwards", "_formula", "_sizes")  # rank 0's come back from forked ranks
+
     def __init__(self, every_n_steps: int | None = None, link: Link | None = None) -> None:
         self.link, self.last, self.backwards = link, dict[Key, Moved](), 0
         self._is_due = EveryNSteps(self, every_n_steps)

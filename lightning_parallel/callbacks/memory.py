@@ -64,6 +64,8 @@ class MemoryMonitor(Callback):
         print(monitor.summary())
     """
 
+    measured_attributes = ("reading",)  # rank 0's come back from forked ranks
+
     def __init__(
         self, every_n_steps: int | None = None, picture: str | Path | None = None, activations: bool = True
     ) -> None:

@@ -62,6 +62,8 @@ class StalenessMonitor(Callback):
         Ho et al., NIPS 2013 (the gap, the regret); Dai et al., AAAI 2015 (the age of updates).
     """
 
+    measured_attributes = ("reading",)  # rank 0's come back from forked ranks
+
     def __init__(self, picture: str | Path | None = None, distance: float = 1.0, lipschitz: float = 1.0) -> None:
         for name, value in (("distance", distance), ("lipschitz", lipschitz)):
             if not isinstance(value, int | float) or not value > 0:
@@ -101,19 +103,6 @@ class StalenessMonitor(Callback):
         if self.picture is not None and self.reading is not None and trainer.is_global_zero:
             Path(self.picture).parent.mkdir(parents=True, exist_ok=True)
             draw_staleness(self.picture, self.reading)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The reading, so that the process which started the workers has it too."""
-        if self.reading is None:
-            return {}
-        workers = {rank: sums.to_plain() for rank, sums in self.reading.workers.items()}
-        return {"workers": workers, "staleness": self.reading.staleness}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a reading back."""
-        if state_dict:
-            workers = {rank: StalenessSums.of_plain(plain) for rank, plain in state_dict["workers"].items()}
-            self.reading = StalenessReading(workers, state_dict["staleness"], self.distance, self.lipschitz)
 
     def summary(self) -> str:
         """The last ``fit`` in words: the most and the mean, beside the bounds."""

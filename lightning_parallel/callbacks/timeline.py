@@ -45,6 +45,8 @@ class TimelineExporter(Callback):
         trainer = Trainer(strategy="pipeline_1f1b", devices=4, callbacks=[TimelineExporter(every_n_steps=500)])
     """
 
+    measured_attributes = ("files",)  # rank 0's come back from forked ranks
+
     def __init__(self, dirpath: str | Path | None = None, every_n_steps: int = 100) -> None:
         self.dirpath = dirpath
         self.files: list[Path] = []

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,6 @@ class StalenessSums:
             sums.pushed_unfiltered += access.pushed_unfiltered
             sums.pulled += access.pulled
         return sums
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers and dictionaries alone, as a checkpoint holds them."""
-        return {**vars(self), "gaps": dict(self.gaps), "ages": dict(self.ages)}
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> StalenessSums:
-        """What ``to_plain`` was made of."""
-        return cls(**{**plain, "gaps": Counter(plain["gaps"]), "ages": Counter(plain["ages"])})
 
     @property
     def reads(self) -> int:

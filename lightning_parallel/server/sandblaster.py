@@ -26,9 +26,9 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
     """Do one call on a range's vectors; float64, so that sums over ranges agree with one process.
 
     Calls: ``("dot", a, b)``, ``("scale", a, number)``, ``("axpy", number, a, b)`` is ``b += number * a``,
-    ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest magnitude, ``("norm1", a)`` their sum, ``("zero", a,
-    like)``, ``("add", a)`` adds the values that came with the call, ``("drop", a)`` forgets a vector, ``("store",)``
-    makes ``x`` the range's weights.
+    ``("clamp", a, number)`` limits magnitudes, ``("copy", a, b)`` is ``b = a``, ``("max", a)`` is the largest
+    magnitude, ``("norm1", a)`` their sum, ``("zero", a, like)``, ``("add", a)`` adds the values that came with the
+    call, ``("drop", a)`` forgets a vector, ``("store",)`` makes ``x`` the range's weights.
 
     Raises:
         ValueError: there is no such call, or no such vector.
@@ -54,8 +54,8 @@ def perform(vectors: dict[str, Tensor], words: Words, values: Tensor | None = No
 
 
 _SIGNATURES = {  # v: a vector that is there, n: a name, #: a number
-    "dot": "vv", "scale": "v#", "axpy": "#vv", "copy": "vn", "max": "v", "norm1": "v", "zero": "nv", "add": "v",
-    "drop": "n", "store": "",
+    "dot": "vv", "scale": "v#", "clamp": "v#", "axpy": "#vv", "copy": "vn", "max": "v", "norm1": "v", "zero": "nv",
+    "add": "v", "drop": "n", "store": "",
 }  # fmt: skip
 
 
@@ -85,6 +85,10 @@ def _scale(vectors: dict[str, Tensor], a: str, number: float) -> None:
     vectors[a].mul_(number)
 
 
+def _clamp(vectors: dict[str, Tensor], a: str, number: float) -> None:
+    vectors[a].clamp_(-number, number)
+
+
 def _axpy(vectors: dict[str, Tensor], number: float, a: str, b: str) -> None:
     vectors[b].add_(vectors[a], alpha=number)
 
@@ -97,7 +101,13 @@ def _zero(vectors: dict[str, Tensor], a: str, like: str) -> None:
     vectors[a] = torch.zeros_like(vectors[like])
 
 
-_CHANGES: dict[str, Callable[..., None]] = {"scale": _scale, "axpy": _axpy, "copy": _copy, "zero": _zero}
+_CHANGES: dict[str, Callable[..., None]] = {
+    "scale": _scale,
+    "clamp": _clamp,
+    "axpy": _axpy,
+    "copy": _copy,
+    "zero": _zero,
+}
 _CHANGES |= {"drop": lambda vectors, a: vectors.pop(a, None), "store": lambda vectors: None}
 
 

@@ -7,6 +7,7 @@ evaluation needs all. Left out: who takes part (``server_life.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,11 +69,11 @@ class ServerSteps(ServerLife):
         if self.worker is None or self._line is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._line.check()
-        closure = self._averaging(closure)
+        closure, worker = self._averaging(closure), self.worker
+        clips = worker.clipping(self._module.trainer) if isinstance(worker, BatchWorker) else nullcontext()
         try:
-            result = self.worker.step(
-                lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
-            )
+            with clips:
+                result = worker.step(lambda: ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs))
         except LeaseLostError:
             self._line.check()  # the run may have failed, and the hub be gone
             raise

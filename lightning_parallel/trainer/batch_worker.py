@@ -5,28 +5,27 @@
     all meet: the end of the step -> read the weights
 
 The one idea: Lightning's closure is evaluated for a portion by putting the portion's batch in the place of the worker's
-own, whose portion is the one it prefers. A portion weighs by its rows. Left out: what a step is (``served_lbfgs.py``),
+own, whose portion is the one it prefers. A portion weighs by its rows. Left out: what a step is (``coordinator.py``),
 who does which portion (``server/sharing.py``).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_parallel.pipeline.batch_rows import count_rows
-from lightning_parallel.server.layout import Layout
 from lightning_parallel.server.messages import Copy
-from lightning_parallel.server.served_lbfgs import ServedLBFGS, Space
-from lightning_parallel.server.table import Table
-from lightning_parallel.server.transport.errands import Coordination, Helping
+from lightning_parallel.server.transport.errands import Helping
+from lightning_parallel.trainer.coordinator import Clipping, Coordinator
 from lightning_parallel.trainer.line import END, Line
 from lightning_parallel.trainer.server_worker import ServerWorker, replaced
 
@@ -34,83 +33,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _NO_BATCH = object()
-
-
-class Coordinator:
-    """Has the servers make the steps of rank 0's optimizer, in a thread beside rank 0's portions.
-
-    Args:
-        coordination: of the job, started.
-        optimizer: the user's.
-        table: of its parameters.
-    """
-
-    def __init__(self, coordination: Coordination, optimizer: torch.optim.LBFGS, table: Table) -> None:
-        self.coordination, self._table = coordination, table
-        self._parameters = optimizer.param_groups[0]["params"]
-        self._shards = coordination.shards
-        self._space = Space(self._shards)
-        self._served = ServedLBFGS(optimizer, self._space, self._pack)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def last_batch(self) -> int:
-        """The last batch of portions, which is over between steps."""
-        batch = self.coordination.caller.batch
-        return 0 if batch is None else batch.batch
-
-    def begin(self, portions: int) -> None:
-        """Begin a step over so many portions."""
-        self._error, self._thread = None, threading.Thread(target=self._step, args=(portions,), daemon=True)
-        self._thread.start()
-
-    def _step(self, portions: int) -> None:
-        try:
-            self._served.step(lambda: self._shards.share(portions))
-            self._space.call("store")
-        except BaseException as error:
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the step is over.
-
-        Raises:
-            Exception: what ended it.
-        """
-        assert self._thread is not None
-        if not self._thread.is_alive() and self._error is not None:
-            raise self._error
-        return not self._thread.is_alive()
-
-    def state(self, copies: Mapping[int, Copy]) -> dict[int, Any]:
-        """What the optimizer's state would be in one process, by the first parameter's number."""
-        layout: Layout = self._table.layout
-        state = self._served.saved(
-            lambda name: self._unpack(layout.join({k: c.tensors[f"vector.{name}"] for k, c in copies.items()}))
-        )
-        return {0: state} if state else {}
-
-    def _pack(self, flat: Tensor) -> Tensor:
-        """Of all parameters' elements those that train, packed."""
-        pieces = flat.split([parameter.numel() for parameter in self._parameters])
-        trained = [piece for piece, p in zip(pieces, self._parameters, strict=True) if p.requires_grad]
-        return self._table.pack([[one.view(shape) for one, shape in zip(trained, self._table.shapes[0], strict=True)]])
-
-    def _unpack(self, vector: Tensor) -> Tensor:
-        """All parameters' elements, zeros for those that do not train."""
-        found = iter(self._table.unpack(vector)[0])
-        pieces = [next(found) if p.requires_grad else torch.zeros(p.shape) for p in self._parameters]
-        return torch.cat([piece.reshape(-1).to(torch.float32) for piece in pieces])
-
-    def close(self, failed: bool) -> None:
-        """Leave the job."""
-        if failed:
-            self.coordination.caller.lost = True
-        if self._thread is not None:
-            self._thread.join()
-        self.coordination.close()
 
 
 class BatchWorker(ServerWorker):
@@ -123,6 +45,7 @@ class BatchWorker(ServerWorker):
         come_to: how far this worker is with its rows, see `DealtRows`.
         batch: of this worker, in the step that begins.
         portion: rows that the user's step is to have in place of its own.
+        clips: how the gradient of a step is clipped.
     """
 
     helping: Helping
@@ -131,11 +54,23 @@ class BatchWorker(ServerWorker):
     come_to: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)
     batch: Any = None
     portion: Any = _NO_BATCH
+    clips = Clipping()
 
     @property
     def has_portion(self) -> bool:
         """Whether the user's step is being evaluated for a portion."""
         return self.portion is not _NO_BATCH
+
+    @contextmanager
+    def clipping(self, trainer: Trainer) -> Iterator[None]:
+        """Around Lightning's step: the gradient of all rows is clipped, on the servers, rather than a portion's."""
+        limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        self.clips = Clipping(limit, "norm" if algorithm is None else str(algorithm.value))
+        trainer.gradient_clip_val = None
+        try:
+            yield
+        finally:
+            trainer.gradient_clip_val = limit
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Run Lightning's step, in which the optimizer's is one of all workers."""
@@ -150,7 +85,7 @@ class BatchWorker(ServerWorker):
         rows, ranks, last = {rank: count for rank, (count, _) in everyone.items()}, list(everyone), everyone[0][1]
         self.helping.helper.prefers = ranks.index(self._rank)
         if self.coordinator is not None:
-            self.coordinator.begin(len(ranks))
+            self.coordinator.begin(len(ranks), self.clips)
         else:
             self.line.await_end()
         done = self._do_portions(closure, rows, ranks, last)
@@ -221,7 +156,7 @@ def refuse_steps(trainer: Trainer, name: str) -> None:
     """Raise for a fit whose steps cannot be evaluated in portions.
 
     Raises:
-        ValueError: manual optimization, accumulation, clipping, or a step that takes an iterator.
+        ValueError: manual optimization, accumulation, clipping of the module's own, or a step that takes an iterator.
     """
     module, name = trainer.lightning_module, f'{name}(consistency="sandblaster")'
     if trainer.state.fn != TrainerFn.FITTING or module is None:
@@ -236,10 +171,10 @@ def refuse_steps(trainer: Trainer, name: str) -> None:
             f"{name} got accumulate_grad_batches={trainer.accumulate_grad_batches}, but an L-BFGS evaluates its step's"
             " rows again and again. Use accumulate_grad_batches=1, and a larger batch."
         )
-    if trainer.gradient_clip_val:
+    if is_overridden("configure_gradient_clipping", module):
         raise ValueError(
-            f"{name} got gradient_clip_val={trainer.gradient_clip_val}, but the gradient of a step is a sum on the"
-            " servers, and a line search needs it as it is. Leave gradient_clip_val out."
+            f"{name} has the servers clip the gradient of all rows, but {type(module).__name__} has a"
+            " configure_gradient_clipping of its own, which would see a portion's. Use Trainer(gradient_clip_val=...)."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(f"{name} has others do a worker's rows, and cannot run training_step(dataloader_iter).")

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.trainer.callback_states import load_callbacks
+from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
 from lightning_parallel.trainer.new_worker import load_loops
 from lightning_parallel.trainer.script_launcher import ScriptLauncher
 
@@ -56,6 +56,7 @@ def result_of(trainer: Trainer, returned: Any) -> dict[str, Any]:
         "returned": None if predicts else returned,
         "module": trainer.lightning_module.state_dict(),
         "callbacks": call._call_callbacks_state_dict(trainer),
+        "measured": measured_by(trainer),
         "loops": trainer.fit_loop.state_dict(),
         "metrics": dict(trainer.callback_metrics),
         "logged": dict(trainer.logged_metrics),
@@ -81,6 +82,7 @@ def passed_over(trainer: Trainer, result: dict[str, Any]) -> Iterator[None]:
         _set_up(trainer, model)
         model.load_state_dict(result["module"])
         load_callbacks(trainer, result["callbacks"])
+        load_measured(trainer, result["measured"])
         load_loops(trainer, result["loops"])
         trainer._logger_connector._callback_metrics.update(result["metrics"])
         trainer._logger_connector._logged_metrics.update(result["logged"])

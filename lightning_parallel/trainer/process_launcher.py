@@ -1,7 +1,8 @@
 """`start_method="fork"` and `"spawn"`: ranks are processes of this one, which waits for them.
 
 The one idea: whatever a rank raises, the parent raises, with the user's own exception as the cause. No rank outlives
-the call, and what rank 0 has (weights, metrics, callbacks' state) comes back. Left out: several hosts.
+the call, and what rank 0 has (weights, metrics, callbacks' state, what monitors measured) comes back. Left out: several
+hosts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import has_store
-from lightning_parallel.trainer.callback_states import load_callbacks
+from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
 from lightning_parallel.trainer.failures import reported, tell
 from lightning_parallel.trainer.main_port import main_port
 from lightning_parallel.trainer.rank_processes import RankProcesses
@@ -136,11 +137,13 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         states = move_data_to_device(call._call_callbacks_state_dict(trainer), "cpu")
         progress = {"loop": trainer.fit_loop.state_dict(), "logged": move_data_to_device(trainer.logged_metrics, "cpu")}
-        return {**super().get_extra_results(trainer), "callbacks": states, **progress}
+        measured = measured_by(trainer)
+        return {**super().get_extra_results(trainer), "callbacks": states, "measured": measured, **progress}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         load_callbacks(trainer, extra["callbacks"])
+        load_measured(trainer, extra["measured"])
         trainer.fit_loop.load_state_dict(extra["loop"])
         trainer._logger_connector._logged_metrics.update(extra["logged"])
 

@@ -24,7 +24,8 @@ from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.table import Table
 from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.updates import AddDelta, Update
-from lightning_parallel.trainer.batch_worker import BatchWorker, Coordinator
+from lightning_parallel.trainer.batch_worker import BatchWorker
+from lightning_parallel.trainer.coordinator import Coordinator
 from lightning_parallel.trainer.server_worker import CountingFilters, Pace, ServerWorker
 from lightning_parallel.trainer.versions import Versions
 

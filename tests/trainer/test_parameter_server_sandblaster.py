@@ -25,6 +25,7 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 OPTIONS = {
     "fixed": {"lr": 0.2, "max_iter": 4},
     "wolfe": {"lr": 0.5, "max_iter": 3, "line_search_fn": "strong_wolfe"},
+    "mild": {"lr": 0.2, "max_iter": 2},  # clipped, the others without a line search are one process's in 64 bits alone
     "short": {"lr": 0.2, "max_iter": 3, "history_size": 2},
 }
 
@@ -49,6 +50,10 @@ class Whole(Dealt):
         return torch.optim.LBFGS(self.parameters(), **self.options)
 
 
+class Wolfe(Whole):
+    options = OPTIONS["wolfe"]
+
+
 def run(strategy, count, make=Whole, checkpoint=None, callbacks=(), **options):
     torch.manual_seed(1)
     module, trainer = make(), make_trainer(strategy, count, callbacks, **{"max_epochs": 1, **OWN_ROWS, **options})
@@ -66,6 +71,22 @@ def test_l_bfgs_on_the_servers_is_that_of_one_process_on_all_rows(name, devices,
     assert_equal(ours, plain, **CLOSE)
     for key in ("val_loss", "accuracy"):
         torch.testing.assert_close(trainer.callback_metrics[key], wanted.callback_metrics[key], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "clip"), [
+    ("mild", {"gradient_clip_val": 0.2}),
+    slow("wolfe", {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    slow("wolfe", {"gradient_clip_val": 0.2}),
+    slow("fixed", {"gradient_clip_val": 100.0}),
+])  # fmt: skip
+def test_the_gradient_of_all_rows_is_clipped_as_one_process_clips_it(name, clip):
+    """In every evaluation, and not the portions' gradients: an unclipped run ends elsewhere."""
+    make = type(name, (Whole,), {"options": OPTIONS[name]})
+    plain, _ = run("auto", 1, make, **clip)
+    assert_equal(run(together(num_servers=2), 3, make, **clip)[0], plain, **CLOSE)
+    if clip["gradient_clip_val"] < 1:
+        with pytest.raises(AssertionError):
+            assert_equal(run("auto", 1, make)[0], plain, rtol=1e-2, atol=1e-2)
 
 
 class Uneven(Whole):
@@ -197,6 +218,11 @@ class Gathers(Whole):
         return super().training_step(batch, batch_idx)
 
 
+class ClipsItself(Whole):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 1.0, "norm")
+
+
 class Descent(Whole):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -206,7 +232,7 @@ class Descent(Whole):
     (Gathers, {}, "a step asks for values of all of all workers"),
     (Descent, {}, "has the servers make the steps of torch.optim.LBFGS, and configure_optimizers returned SGD"),
     (Whole, {"accumulate_grad_batches": 2}, "an L-BFGS evaluates its step's rows again and again"),
-    (Whole, {"gradient_clip_val": 1.0}, "Leave gradient_clip_val out"),
+    (ClipsItself, {}, "ClipsItself has a configure_gradient_clipping of its own"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(make, options, words):
     with pytest.raises(StageError, match=words):

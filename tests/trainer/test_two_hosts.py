@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.namespaces import HOSTS, Host, two_hosts
+from tests.trainer import test_parameter_server_sandblaster as sandblaster
 from tests.trainer.hybrids import gpt, token_loader
 from tests.trainer.pipelines import WEIGHTS, make_trainer
 from tests.trainer.servers import fit
@@ -44,6 +45,7 @@ MESH = """
 import torch
 from lightning.pytorch import Callback
 from lightning_parallel.strategies import HybridStrategy
+from tests.trainer import test_parameter_server_sandblaster as sandblaster
 from tests.trainer.hybrids import gpt, token_loader
 from tests.trainer.pipelines import make_trainer
 
@@ -126,6 +128,17 @@ trainer.fit(module, DataLoader(Numbered(), BATCH, shuffle=True), row_loader((5,)
 if trainer.is_global_zero:
     torch.save(module.state_dict(), "weights.pt")
 print(f"rank {trainer.global_rank} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} before {before['val_loss']:.6f}")
+"""
+
+TOGETHER = """
+import torch
+from lightning_parallel.strategies import ParameterServerStrategy
+from tests.trainer.test_parameter_server_sandblaster import Wolfe, run
+
+torch.set_num_threads(1)
+strategy = ParameterServerStrategy("sandblaster", num_servers=2, lease=20.0)
+module, trainer = run(strategy, 2, Wolfe, num_nodes=2, gradient_clip_val=0.2)
+torch.save(module.state_dict(), f"weights{trainer.global_rank}.pt")
 """
 
 
@@ -301,6 +314,17 @@ def test_a_worker_that_torchrun_starts_again_on_another_host_joins(hosts, tmp_pa
     second = side_by_side(*(share(1, place, 2) for place in range(2)))
     weights = reference([*side_by_side(*(batches[:AT] for batches in own)), *alone, *second]).state_dict()
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, **WEIGHTS)
+
+
+def test_l_bfgs_on_servers_of_two_hosts_is_that_of_one_process(hosts, tmp_path, monkeypatch):
+    """A step is of the rows of both hosts' workers; its vectors lie on both hosts' servers."""
+    monkeypatch.setenv("LIGHTNING_PARALLEL_SECRET", "0123456789abcdef")
+    results = run(hosts, tmp_path, text=TOGETHER)
+    assert [status for status, _ in results] == [0, 0], results
+    plain, _ = sandblaster.run("auto", 1, sandblaster.Wolfe, gradient_clip_val=0.2)
+    for rank in range(4):
+        weights = torch.load(tmp_path / f"weights{rank}.pt")
+        torch.testing.assert_close(weights, dict(plain.state_dict()), **sandblaster.CLOSE)
 
 
 def test_without_a_secret_nobody_is_taken_in(hosts, tmp_path, monkeypatch):

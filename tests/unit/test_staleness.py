@@ -84,11 +84,6 @@ def test_a_dropped_update_is_told():
     assert [access.dropped for access in versions.take()] == [True] and versions.take() == []
 
 
-def test_sums_of_workers_survive_a_checkpoint():
-    sums = StalenessSums.of([Access(0, 0, 2, 0, 5, 0.5, 10, 40, 40), Access(0, 1, 0, 5)])
-    assert StalenessSums.of_plain(sums.to_plain()) == sums and sums.ages == {5: 1} and sums.reads == 2
-
-
 def test_the_metric_merges_like_any_other():
     whole, parts = Staleness("mean"), [Staleness("mean"), Staleness("mean")]
     for part, ages in zip(parts, ([0, 4], [1, 200, 3]), strict=True):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import BlockCall
 from lightning_parallel.pipeline.unit_calls import versions

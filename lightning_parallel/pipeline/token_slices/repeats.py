@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.pipeline.phantom import PhantomError
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.on_slice import BlockOnSlice
 
