@@ -22,6 +22,10 @@ from lightning_parallel.failure.wire import Line, listen
 _RANK = struct.Struct("!I")
 _TOKEN_BYTES = 32
 _CONNECT_S = 20.0
+_REMEDY = (
+    "All ranks have to make the calls that they make together (barrier, all_gather, save_checkpoint, a log with"
+    " sync_dist=True), and to get as many batches as the others."
+)
 
 
 class Hub(Party):
@@ -78,7 +82,7 @@ class Hub(Party):
             return None
         rows = [f"  {status.name}: {'has finished' if done else status.waiting}" for status, done in sorted(everyone)]
         headline = f"every rank has waited for another one for {shortest:.0f} s, for what will not come:"
-        return Failure(None, headline="\n".join([headline, *rows]))
+        return Failure(None, headline="\n".join([headline, *rows, _REMEDY]))
 
     def alone(self) -> bool:
         """Whether nobody is left to pass a failure on to."""

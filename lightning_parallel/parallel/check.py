@@ -56,7 +56,7 @@ class Check:
         Raises:
             ValueError: they compute different values.
         """
-        with suppress(_CannotCopy), torch.no_grad(), torch.random.fork_rng(_devices(module)):
+        with suppress(_CannotCopy), torch.no_grad(), _no_cached_casts(), torch.random.fork_rng(_devices(module)):
             wholes = self._draw(module)
             twin = self._twin(module, wholes)
             expected = _call(twin, twin, args, kwargs)
@@ -152,6 +152,17 @@ def _in_place_of(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[No
     finally:
         for name, parameter in module.named_parameters():
             parameter.data = before[name]
+
+
+@contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Autocast would keep the casts of random weights, which no gradient goes through, for the calls that follow."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:

@@ -364,3 +364,24 @@ def test_lists_of_one_entry_a_row_go_with_their_rows():
     """Each micro-batch was handed all targets; an evaluation paired its rows with those of the first micro-batch."""
     loader = lambda: DataLoader(targets(), batch_size=None)  # noqa: E731
     assert_parity(Case(Detector, loader), stages=(2,))
+
+
+class LogsNumbers(Classifier):
+    """Logs what it is given beside its loss."""
+
+    def __init__(self, number: Any) -> None:
+        super().__init__()
+        self.number = number
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("number", self.number)
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_infinite_number_is_what_it_is_over_micro_batches_too():
+    assert_parity(Case(lambda: LogsNumbers(float("inf")), row_loader), stages=(2,))  # warnings are errors
+
+
+def test_a_logged_vector_is_refused_as_lightning_does():
+    text = failure_of(Case(lambda: LogsNumbers(torch.ones(2)), row_loader))
+    assert text.startswith("`self.log(number, tensor([1., 1.]))` was called, but the tensor must have a single element")

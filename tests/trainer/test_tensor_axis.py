@@ -12,6 +12,7 @@ from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.demo.huggingface import HuggingFaceLM
 from lightning_parallel.strategies import TensorParallelStrategy
 from tests.harness import free_port, run_ranks
+from tests.trainer.conformance.cut import told
 from tests.trainer.hybrids import (
     ADAM,
     CLOSE,
@@ -24,7 +25,8 @@ from tests.trainer.hybrids import (
     on_meshes,
     token_loader,
 )
-from tests.trainer.pipelines import BF16, join_as_torchrun, make_trainer, one_process
+from tests.trainer.modules import Classifier, row_loader
+from tests.trainer.pipelines import BF16, Case, Record, fit, join_as_torchrun, make_trainer, one_process
 
 
 def llama(**options: Any) -> HuggingFaceLM:
@@ -303,3 +305,24 @@ def test_half_precision_and_averages_of_weights_are_one_processs():
     in_half, with_average = on_meshes(jobs)
     torch.testing.assert_close(torch.stack(in_half[0].losses), torch.stack(one_process(half).losses), **BF16)
     torch.testing.assert_close(with_average[1].extra, one_process(averaged).extra, **ADAM)
+
+
+class CastsByItself(Classifier):
+    """Autocast within its own step, where the first call of a cut module is tried under random weights."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().loss(batch)
+
+
+def test_casts_of_random_weights_are_not_kept():
+    """Autocast keeps casts of parameters until its context ends, also those that no gradient goes through."""
+    case = Case(CastsByItself, row_loader, validate=False)
+
+    def on_rank(rank: int, port: int) -> Record:
+        join_as_torchrun(rank, 2, port)
+        return fit(case, told(TensorParallelStrategy()), 2)
+
+    found, reference = run_ranks(on_rank, 2, free_port(), group=False)[0], one_process(case)
+    for name, value in reference.weights.items():
+        torch.testing.assert_close(found.weights[name], value, **BF16)

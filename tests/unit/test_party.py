@@ -8,7 +8,7 @@ import pytest
 
 from lightning_parallel.failure.party import Peer, Status
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.roll import Hub
+from lightning_parallel.failure.roll import _REMEDY, Hub
 from lightning_parallel.failure.wire import Line
 
 NOBODY = ("", 0)
@@ -48,6 +48,7 @@ def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hu
         "every rank has waited for another one for 38 s, for what will not come:",
         "  stage 1 (rank 0): has finished",
         "  stage 0 (rank 1): the other stages, to compare notes",
+        _REMEDY,
     ]
 
 
