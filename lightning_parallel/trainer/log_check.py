@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.loss_check import Number
-from lightning_parallel.trainer.step_log import options_of, reduced, refuse_vectors
+from lightning_parallel.trainer.step_log import options_of, reduced, refuse_value
 
 
 class CheckedLog:
@@ -51,7 +51,7 @@ class CheckedLog:
         if run is not None and not run.is_last:
             return
         value = value if run is None else run.realized(value)
-        refuse_vectors(name, value)
+        refuse_value(name, value)
         if isinstance(value, (Tensor, Real)) and not getattr(value, "is_meta", False):
             reduce_fx = options_of(self._module, name, value, args, options).get("reduce_fx", "mean")
             self._now[name] = Number(torch.as_tensor(value).detach().double().reshape(()), _joins(reduce_fx))

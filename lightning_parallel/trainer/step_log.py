@@ -29,15 +29,6 @@ from lightning_parallel.trainer.metrics import StepMetrics
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
-def refuse_vectors(name: str, value: Any) -> None:
-    """Raise what Lightning raises for a tensor of several elements, before the micro-batches' ones are joined."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"`self.log({name}, {value})` was called, but the tensor must have a single element. You can try doing"
-            f" `self.log({name}, {value}.mean())`"
-        )
-
-
 @dataclass
 class LogCall:
     """One joined `self.log` call: its name, its value (None until it arrives), its options; `dtype` None: a number.
@@ -131,11 +122,7 @@ class StepLog:
                 f"self.log({name!r}) logs a value computed from {value.origin}, which the loss stage does not hold. Log"
                 " values that are computed from the last block's output, or set skip_connections=True."
             )
-<<<<<<< HEAD
         refuse_value(name, value)
-=======
-        refuse_vectors(name, value)
->>>>>>> trial
         if self.silent:
             return
         occurrence = self._seen.get((self.microbatch, name), 0)
