@@ -27,10 +27,11 @@ from lightning_parallel.pipeline import schedules
 from lightning_parallel.pipeline.blocks import block_names, unit_names
 from lightning_parallel.pipeline.choice import CANDIDATES, Choice, choose
 from lightning_parallel.pipeline.loads import MeasuredLoads, Placement
+from lightning_parallel.pipeline.on_shapes import Call, calls_on_shapes
 from lightning_parallel.pipeline.outside import outside_costs
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.timing import Call, Context, calls_on_shapes, unit_costs
+from lightning_parallel.pipeline.timing import Context, unit_costs
 
 _WHY = 'schedule="auto"'
 _ROUND_TRIPS = 5

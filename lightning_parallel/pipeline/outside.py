@@ -20,18 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_parallel.pipeline.on_shapes import example_of, results_on_shapes, shadow_of
 from lightning_parallel.pipeline.random_streams import RandomStreams
-from lightning_parallel.pipeline.timing import (
-    REPEATS,
-    WARM_UPS,
-    Context,
-    Timer,
-    UnitCost,
-    example_of,
-    made_up,
-    results_on_shapes,
-    shadow_of,
-)
+from lightning_parallel.pipeline.timing import REPEATS, WARM_UPS, Context, Timer, UnitCost, made_up
 
 
 @dataclass(frozen=True)

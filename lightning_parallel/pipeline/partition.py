@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.blocks import block_names, collect
 from lightning_parallel.pipeline.compiled import refuse_compiled_around
-from lightning_parallel.pipeline.timing import shadow_of
+from lightning_parallel.pipeline.on_shapes import shadow_of
 
 PARTITIONS = ("parameters", "count", "flops", "time")
 Partition = Literal["parameters", "count", "flops", "time"] | Sequence[int]

@@ -50,9 +50,8 @@ class Bucket:
         self.own = self._own_part()
         self.places = [self._place(i) for i in range(len(parameters))]
         dtype = torch.promote_types(first.dtype, torch.float32) if master else first.dtype
-        as_it_is = dtype == first.dtype and offload is None
-        owns_nothing = not any(k for _, k in self.places)
-        self.updated = self.own if as_it_is or owns_nothing else self.own.to(offload, dtype, copy=True)
+        as_it_is = (dtype == first.dtype and offload is None) or not any(k for _, k in self.places)
+        self.updated = self.own if as_it_is else self.own.to(offload, dtype, copy=True)
         self.segments = [nn.Parameter(self.updated[at : at + k]) if k else None for at, k in self.places]
         self.gradients: Tensor | None = None  # stage 1: whole, in this layout
         self._views: list[Tensor] = []
@@ -145,7 +144,7 @@ class Bucket:
         for i, parameter in enumerate(self.parameters):
             before, (at, k) = self._before.get(i), self.places[i]
             if made[i] and before is None:
-                begin, _ = self.layout.piece(i, self.ranks.rank)
+                begin = self.layout.piece(i, self.ranks.rank)[0]
                 before = ShardedGradient(reduced[at : at + k], parameter, self.ranks.group, begin)
             elif made[i] and before is not None and earlier is None:
                 before.local.add_(reduced[at : at + k])

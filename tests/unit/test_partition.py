@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.blocks import find_blocks, unit_names
+from lightning_parallel.pipeline.on_shapes import shadow_of
 from lightning_parallel.pipeline.partition import Layout, lay_out, min_max_cut
-from lightning_parallel.pipeline.timing import shadow_of, unit_costs
+from lightning_parallel.pipeline.timing import unit_costs
 
 
 class Transformer(nn.Module):
