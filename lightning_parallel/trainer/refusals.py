@@ -38,6 +38,13 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             f"{name} runs a step's backwards inside its schedule and cannot run manual optimization. Set"
             " self.automatic_optimization = True and move what follows the loss into hooks."
         )
+    hooked = [name for name, p in module.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked and cast(Any, strategy)._default_microbatches() > 1:
+        raise ValueError(
+            f"`{hooked[0]}` has a hook of register_post_accumulate_grad_hook, which would be called for every"
+            f" micro-batch, on what is no sum yet. Under {name} change gradients in on_before_optimizer_step, or use"
+            " num_microbatches=1."
+        )
     if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__} overrides backward, which {name} never calls: the backwards run inside the"

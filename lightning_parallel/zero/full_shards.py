@@ -56,7 +56,7 @@ class ShardedEngine(ShardStates):
         waiting: Waiting = lambda what: nullcontext(),
     ) -> None:
         super().__init__(module, mesh, options, control)
-        self.device, self.broadcast_buffers = device, True
+        self.device, self.broadcast_buffers, self._looked_for_hooks = device, True, False
         self._shardings = [self._shard(m) for m in (module, *copies)]
         names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
         parts = self._shardings[0].parts
@@ -75,6 +75,7 @@ class ShardedEngine(ShardStates):
 
     def _shard(self, module: nn.Module) -> Sharding:
         options, cuda = self.options, self.device.type == "cuda"
+        _refuse_hooks(module)
         broadcast_all([p.detach() for p in module.parameters() if not p.is_meta], None, 0)
         broadcast_together([b for b in module.buffers() if not b.is_meta], None, 0)
         if options.master:
@@ -105,6 +106,9 @@ class ShardedEngine(ShardStates):
 
     def begin_step(self) -> None:
         """Before a training step."""
+        if not self._looked_for_hooks:
+            _refuse_hooks(self.module)
+            self._looked_for_hooks = True
         if self.broadcast_buffers:
             broadcast_together(list(self.module.buffers()), None, 0)
 
@@ -154,3 +158,18 @@ class ShardedEngine(ShardStates):
                 owner.to(self.device)
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Raise for a hook on a parameter: backwards reach the gathered copies of parameters only.
+
+    Raises:
+        ValueError: a parameter has one.
+    """
+    for name, p in module.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"`{clean_name(name)}` has a hook (register_hook, register_post_accumulate_grad_hook), which FSDP2 does"
+                " not call: backwards reach the gathered copies of parameters. Change gradients in"
+                ' on_before_optimizer_step, or use ZeROStrategy(stage=2, engine="native").'
+            )

@@ -385,3 +385,23 @@ def test_an_infinite_number_is_what_it_is_over_micro_batches_too():
 def test_a_logged_vector_is_refused_as_lightning_does():
     text = failure_of(Case(lambda: LogsNumbers(torch.ones(2)), row_loader))
     assert text.startswith("`self.log(number, tensor([1., 1.]))` was called, but the tensor must have a single element")
+
+
+class Hooked(Classifier):
+    """Halves gradients once they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def test_hooks_on_gradients_that_are_no_sum_yet_are_refused():
+    text = failure_of(Case(Hooked, row_loader))
+    assert text.startswith("`net.0.weight` has a hook of register_post_accumulate_grad_hook, which would be called for")
+    assert_parity(Case(Hooked, row_loader, {"num_microbatches": 1}), stages=(2,))

@@ -293,3 +293,20 @@ def test_batch_norms_are_synchronised_where_the_trainer_is_told_to(make: Any):
     after = lambda trainer, module: (module.trained_with, synchronised(module))  # noqa: E731
     [results] = on_ranks([(Fit(Normed, {"sync_batchnorm": True, "max_steps": 1}, after=after), make)], 2)
     assert [result.extra for result in results] == [([True] * 3, [False] * 3)] * 2, "and reverted, as by DDP"
+
+
+class Hooked(Classifier):
+    """Halves gradients on their way."""
+
+    def __init__(self, hook: str = "register_hook") -> None:
+        super().__init__()
+        self.hook = hook
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            getattr(parameter, self.hook)(lambda gradient: gradient * 0.5)
+
+
+def test_hooks_on_parameters_that_fsdp2_does_not_call_are_refused():
+    with pytest.raises(Exception, match=r"`net\.0\.weight` has a hook .*which FSDP2 does not call: backwards reach"):
+        on_ranks([(Fit(Hooked, {"max_steps": 1}), zero(3))], 2)
