@@ -55,8 +55,7 @@ class ZeROStrategy(ZeRODivision):
             container, or names of blocks.
         keep_root: fsdp2, stage 3: keep what lies outside of blocks from forward to backward, which begins with it. A
             gather of it less than the 3P of the paper; the peak is not higher.
-        prefetch: fsdp2, on GPUs: gather blocks ahead of their turn, beside what FSDP2 does by itself: "none", on the
-            way "forward", or on "both".
+        prefetch: fsdp2, on GPUs: gather blocks further ahead than FSDP2 does: "none", on the way "forward", or "both".
         master_weights: with parameters of 16 bits (`precision="bf16-true"` or `"16-true"`), let the optimizer update
             a divided copy of 32 bits, as in the paper.
         shard_size: divide among so many neighbouring ranks only, such as those of one host, and hold the same parts on
