@@ -53,6 +53,7 @@ def script(rank, port, folder, dies_in, there, came_to):
     torch.manual_seed(1)
     module = Script(folder / "0")
     module.there, module.waits = there, False
+    trainers = []
     told = [maker().validate(module, row_loader((5,)), verbose=False)]
     for run, epochs in ((1, 1), (2, 2)):
         if rank == 0:
@@ -63,6 +64,9 @@ def script(rank, port, folder, dies_in, there, came_to):
         trainer.fit(module, DataLoader(Numbered(), BATCH, shuffle=True), row_loader((5,)))
         weights = {name: value.clone() for name, value in module.state_dict().items()}
         told.append((weights, dict(trainer.callback_metrics), trainer.current_epoch, trainer.global_step))
+        trainer.save_checkpoint(folder / f"{run}.ckpt")  # nobody else is in this run any more, if it was passed over
+        trainers.append(trainer)
+    trainers[0].save_checkpoint(folder / "first.ckpt")  # all meet at the last run's hub
     torch.save(told, folder / f"told.{rank}")
 
 
@@ -101,6 +105,8 @@ def test_a_worker_that_is_started_again_passes_over_runs_that_are_over(dies_in, 
     first = reference(runs[0])
     torch.testing.assert_close(told[0][1][0], first.state_dict(), **WEIGHTS)
     second = reference([*runs[1], *second_epoch], first)
+    saved = [torch.load(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("1", "2", "first")]
+    torch.testing.assert_close(saved, [told[0][run][0] for run in (1, 2, 2)], rtol=0.0, atol=0.0)
     torch.testing.assert_close(told[0][2][0], second.state_dict(), **WEIGHTS)
     assert trained(tmp_path / "2", 1) == {place: share(1, place) for place in range(WORKERS)}
 
