@@ -167,9 +167,15 @@ def _refuse_hooks(module: nn.Module) -> None:
         ValueError: a parameter has one.
     """
     for name, p in module.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
+        accumulated = (p._post_accumulate_grad_hooks or {}).values()
+        if p._backward_hooks or any(map(_is_users, accumulated)):
             raise ValueError(
                 f"`{clean_name(name)}` has a hook (register_hook, register_post_accumulate_grad_hook), which FSDP2 does"
                 " not call: backwards reach the gathered copies of parameters. Change gradients in"
                 ' on_before_optimizer_step, or use ZeROStrategy(stage=2, engine="native").'
             )
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is not one that this package has put there to measure."""
+    return not (getattr(hook, "__module__", None) or __name__).startswith("lightning_parallel.")
