@@ -7,7 +7,7 @@ out: forwards that branch on numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,7 @@ def calls_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[st
     Raises:
         ValueError: the model has no ``example_input_array``; ``why`` says what asks for it.
     """
-    shadow, (args, kwargs) = shadow_of(model, why)
-    calls: dict[str, list[Call]] = {}
-    for name in names:
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            calls.setdefault(name, []).append((args, kwargs))
-
-        shadow.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        shadow(*args, **kwargs)
-    return calls
+    return _seen_on_shapes(model, names, why, lambda args, kwargs, result: (args, kwargs))
 
 
 def results_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[str, list[Any]]:
@@ -42,17 +32,23 @@ def results_on_shapes(model: nn.Module, names: Sequence[str], why: str) -> dict[
     Raises:
         ValueError: the model has no ``example_input_array``; ``why`` says what asks for it.
     """
+    return _seen_on_shapes(model, names, why, lambda args, kwargs, result: result)
+
+
+def _seen_on_shapes(
+    model: nn.Module, names: Sequence[str], why: str, take: Callable[[Any, Any, Any], Any]
+) -> dict[str, list[Any]]:
     shadow, (args, kwargs) = shadow_of(model, why)
-    results: dict[str, list[Any]] = {}
+    seen: dict[str, list[Any]] = {}
     for name in names:
 
-        def note(module: nn.Module, args: Any, result: Any, name: str = name) -> None:
-            results.setdefault(name, []).append(result)
+        def note(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+            seen.setdefault(name, []).append(take(args, kwargs, result))
 
-        shadow.get_submodule(name).register_forward_hook(note)
+        shadow.get_submodule(name).register_forward_hook(note, with_kwargs=True)
     with torch.no_grad():
         shadow(*args, **kwargs)
-    return results
+    return seen
 
 
 def shadow_of(model: nn.Module, why: str) -> tuple[nn.Module, Call]:
