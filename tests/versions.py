@@ -1,8 +1,8 @@
 """The default tests with other versions of torch and Lightning: `make test-versions VERSIONS="lowest 2.11 newest"`.
 
-Each version has an environment of its own, made before its tests and removed after them. PyPI has some versions of torch
-as CUDA builds only: eight gigabytes on disk, which run on CPUs too. Left out: other versions of Python than the one that
-runs this.
+Each version has an environment of its own, made before its tests and removed after them. PyPI has some versions of
+torch as CUDA builds only: eight gigabytes on disk, which run on CPUs too. Left out: other versions of Python than the
+one that runs this.
 """
 
 import argparse

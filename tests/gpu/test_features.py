@@ -35,7 +35,7 @@ def why_not(feature: Feature) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What came of every feature that is asked for."""
-    asked = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")}
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [name for name, feature in FEATURES.items() if name in asked and not why_not(feature)]
     path = tmp_path_factory.mktemp("features") / "results"
     results: dict[str, dict[str, Any]] = {}
