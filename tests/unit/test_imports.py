@@ -5,9 +5,16 @@ jsonargparse. Read from the source, so that an import inside a function counts t
 """
 
 import ast
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -113,3 +120,99 @@ def test_relative_imports_are_resolved():
         "lightning_parallel.measure.spans",
     }
     assert "lightning" in imports("def f():\n    import lightning", "x")
+
+
+# -- every module can be the first import ----------------------------------------------------------------------------
+
+
+def test_every_module_can_be_the_first_import():
+    """In a process that has imported neither this package nor Lightning, whose import registers the strategies."""
+    names = [f"{PACKAGE.name}.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}" for path in sources()]
+    tried, broken = imported_anew(lambda rank: first_imports(PACKAGE.name), without=())
+    assert sorted(tried) == sorted(name.removesuffix(".__init__") for name in names)
+    assert not broken, "\n".join(f"import {name}: {error}" for name, error in broken.items())
+
+
+def sources() -> list[Path]:
+    """Every module but those that are commands."""
+    return [path for path in PACKAGE.rglob("*.py") if path.stem != "__main__"]
+
+
+def first_imports(root: str) -> tuple[list[str], dict[str, str]]:
+    """The modules of a package, and the errors of those that cannot be the first import of a process.
+
+    To import ``a.b.c`` first is to import ``a``, then ``a.b``, then ``a.b.c``; so what modules of one folder need of
+    its ``__init__`` is imported once for all of them.
+    """
+    tried: list[str] = []
+    broken: dict[str, str] = {}
+
+    def walk(name: str) -> None:
+        tried.append(name)
+        with forgotten():
+            try:
+                module = importlib.import_module(name)
+            except Exception as error:
+                missing = isinstance(error, ModuleNotFoundError) and (error.name or root).split(".")[0] != root
+                if not (missing and find_spec(str(error.name)) is None):  # an optional package
+                    broken[name] = f"{type(error).__name__}: {error}"
+                return
+            for folder in getattr(module, "__path__", ()):
+                for path in sorted(Path(folder).iterdir()):
+                    is_package = (path / "__init__.py").exists()
+                    if is_package or (path.suffix == ".py" and path.stem not in ("__init__", "__main__")):
+                        walk(f"{name}.{path.stem}")
+
+    SourceFileLoader.get_code = compiled_once  # type: ignore[method-assign]
+    sys.meta_path.insert(0, Returning({name: sys.modules[name] for name in named("lightning")}))
+    for name in named("lightning"):
+        del sys.modules[name]
+    walk(root)
+    return tried, broken
+
+
+get_code = SourceFileLoader.get_code
+codes: dict[str, Any] = {}
+
+
+def compiled_once(loader: SourceFileLoader, name: str) -> Any:
+    """A module's code, read once however often the module is imported."""
+    if name not in codes:
+        codes[name] = get_code(loader, name)
+    return codes[name]
+
+
+class Returning:
+    """Brings modules back that were imported once, parents first, at no cost: a process that has not imported them."""
+
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
+        self.modules = modules
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        module = self.modules.get(name)
+        return None if module is None else ModuleSpec(name, self, is_package=hasattr(module, "__path__"))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "lightning":  # which imports its Trainer
+            importlib.import_module("lightning.pytorch")
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """What is imported within of this package and of Lightning is not imported afterwards."""
+    before, finders = named(PACKAGE.name, "lightning"), list(sys.meta_path)
+    yield
+    sys.meta_path[:] = finders
+    for name in named(PACKAGE.name, "lightning") - before:
+        parent, _, own = name.rpartition(".")
+        vars(sys.modules.get(parent, sys.modules[name])).pop(own, None)
+        del sys.modules[name]
+
+
+def named(*packages: str) -> set[str]:
+    """Names of imported modules that lie in these packages."""
+    begins = tuple(f"{package}." for package in packages)
+    return {name for name in sys.modules if name in packages or name.startswith(begins)}
