@@ -6,7 +6,7 @@
 # make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why
 # make test-versions VERSIONS="lowest 2.11 newest"   `make test` with other versions of torch (and of Lightning:
 #                    "2.11+2.6.1"), each in an environment of its own that is removed after it (up to 8 GB on disk)
-# make check   formatting, lint, types, import rule, doctests
+# make check   formatting, lint, types, import rule
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11. With
 # VENV=/path/to/env the interpreter there runs instead and nothing is installed: what it lacks is skipped by name (it needs
@@ -48,7 +48,6 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py
-	$(BIN)/python -m pytest -q --doctest-modules lightning_parallel
 
 format: $(STAMP)
 	$(BIN)/ruff format .
