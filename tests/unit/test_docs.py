@@ -1,4 +1,4 @@
-"""The page of schedules and its pictures are those that the script makes now."""
+"""The pages of schedules and features, and the pictures, are those that their scripts make now."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_parallel.pipeline.schedules import SCHEDULES
+from tests.trainer.conformance import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,6 +28,11 @@ def test_the_pictures_are_current(script):
     drawn = json.loads(script.DRAWN.read_text())
     assert drawn == {name: script.digest(name) for name in script.NAMES}, "run python docs/draw_schedules.py"
     assert all((script.IMAGES / f"{name}.png").stat().st_size < 40_000 for name in script.NAMES)
+
+
+def test_the_table_of_features_is_current():
+    """It says what the conformance suite says today; nothing is run for it."""
+    assert table.PAGE.read_text() == table.page(), "run python -m tests.trainer.conformance.table"
 
 
 def test_every_schedule_says_where_it_comes_from(script):
