@@ -14,15 +14,7 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: what follows ``consolidate``.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-parallel consolidate",
-        description="Make one checkpoint file, as one process writes it, of a sharded checkpoint's folder. This process"
-        " holds the whole model meanwhile.",
-    )
-    parser.add_argument("folder", type=Path, help='what PipelineStrategy(state_dict_type="sharded") wrote')
-    parser.add_argument("file", type=Path, help="the file to write")
-    parser.add_argument("--trusted", action="store_true", help="read Python objects too, which can run code")
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     from lightning_parallel.checkpoint.sharded import consolidate
 
     try:
@@ -31,3 +23,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"lightning-parallel consolidate: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-parallel consolidate",
+        description="Make one checkpoint file, as one process writes it, of a sharded checkpoint's folder. This process"
+        " holds the whole model meanwhile.",
+    )
+    parser.add_argument("folder", type=Path, help='what PipelineStrategy(state_dict_type="sharded") wrote')
+    parser.add_argument("file", type=Path, help="the file to write")
+    parser.add_argument("--trusted", action="store_true", help="read Python objects too, which can run code")
+    return parser

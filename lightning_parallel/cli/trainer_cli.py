@@ -10,6 +10,8 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 from lightning.pytorch import Trainer
@@ -50,9 +52,35 @@ def describe_names() -> str:
 
 def run(arguments: list[str]) -> int:
     """Run ``fit``, ``validate``, ``test`` or ``predict`` with its options."""
+    ignore_third_party_warnings()
+    _teach_parsers()
+    with _as_arguments(arguments):
+        _CLI(trainer_class=_Trainer, parser_class=_Parser, save_config_kwargs={"overwrite": True})
+    return 0
+
+
+def parser() -> LightningArgumentParser:
+    """What reads the options of ``fit``, and nothing runs: to check a file."""
+    _teach_parsers()
+    with _as_arguments(["--model", "GPT"]):
+        return _Reader(trainer_class=_Trainer, parser_class=_Parser, run=False, seed_everything_default=False).parser
+
+
+@contextmanager
+def _as_arguments(arguments: list[str]) -> Iterator[None]:
+    """While LightningCLI reads them; processes that a strategy starts are given these too."""
+    argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+
+
+def _teach_parsers() -> None:
+    """What a strategy string is; dataclasses of the parameter server may be given as one of their subclasses."""
+    import jsonargparse
     from jsonargparse.typing import register_type
 
-    ignore_third_party_warnings()
     register_type(
         StrategyName,
         str,
@@ -60,19 +88,7 @@ def run(arguments: list[str]) -> int:
         type_check=lambda value, _: _is_strategy_name(value),
         fail_already_registered=False,
     )
-    _let_rules_be_chosen()
-    argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    try:
-        _CLI(trainer_class=_Trainer, parser_class=_Parser, save_config_kwargs={"overwrite": True})
-    finally:
-        sys.argv = argv
-    return 0
-
-
-def _let_rules_be_chosen() -> None:
-    """Dataclasses of the parameter server may be given as one of their subclasses; older parsers need no telling."""
-    import jsonargparse
-
+    # Older parsers need no telling.
     tell = getattr(jsonargparse, "set_parsing_settings", None)
     if tell is not None and "subclasses_enabled" in inspect.signature(tell).parameters:
         tell(subclasses_enabled=[Update, Consistency, Precision, Selector])
@@ -100,6 +116,13 @@ class _CLI(LightningCLI):
                 raise
             sys.stderr.write(f"lightning-parallel: {error.__cause__}\n")
             sys.exit(2)
+
+
+class _Reader(LightningCLI):
+    """LightningCLI that makes nothing of what it has read."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
 
 
 class _Parser(LightningArgumentParser):
