@@ -1,0 +1,64 @@
+"""Weights after three steps to the bit, and each rank's order of collectives, as they were written down.
+
+A change that is meant is written down anew: ``python -m tests.nets.record``, and the difference is read in git.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+
+import pytest
+
+from tests.nets import snapshots
+from tests.nets.layouts import LAYOUTS
+from tests.nets.runs import launched
+
+
+def together() -> list[list[str]]:
+    """The layouts of `make test`, those of equally many ranks in one launch."""
+    cheap = [name for name, layout in LAYOUTS.items() if not layout.slow]
+    return [[name for name in cheap if LAYOUTS[name].ranks == count] for count in {LAYOUTS[n].ranks for n in cheap}]
+
+
+def hold(names: Sequence[str]) -> None:
+    """Run layouts, and fail with all that is not as it was."""
+    runs = launched(names)
+    wrong, told = [], []
+    for name in names:
+        wrong += snapshots.differences_of_calls(name, runs[name])
+        differences, how = snapshots.differences_of_bits(name, runs[name])
+        wrong, told = wrong + differences, told + [how]
+    assert not wrong, "\n".join([f"{len(wrong)} differences", *wrong[:40]])
+    if any(told):  # said where everybody reads it; the order of collectives was compared
+        pytest.skip("other bits in one process than where the snapshot was written: " + "; ".join(filter(None, told)))
+
+
+@pytest.mark.parametrize("names", together(), ids=lambda names: f"{LAYOUTS[names[0]].ranks} ranks")
+def test_layouts_are_as_they_were(names):
+    hold(names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.slow])
+def test_layout_is_as_it_was(name):
+    needed = LAYOUTS[name].needs
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    hold([name])
+
+
+def test_every_snapshot_has_its_layout():
+    written = {path.name for path in snapshots.FOLDER.glob("*.json")}
+    assert written == {snapshots.path_of(name).name for name in LAYOUTS}
+
+
+def test_what_is_packed_is_unpacked():
+    calls = [
+        {"batch 0": ["a", "a", "b"], "batch 1": ["a", "a", "b"], "states": ["c"]},
+        {"batch 0": ["a", "a", "b"], "batch 1": ["a", "a", "b"], "states": ["c"]},
+        {"batch 0": ["3 B"]},
+    ]
+    packed = snapshots.packed(calls)
+    assert packed["rank 0"] == {"batch 0": ["2 x a", "b"], "batch 1": "as batch 0", "states": ["c"]}
+    assert packed["rank 1"] == "as rank 0"
+    assert snapshots.unpacked(packed) == calls
