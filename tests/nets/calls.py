@@ -4,7 +4,7 @@ The one idea: every collective of Python's, whoever wrote it and under whichever
 `ProcessGroup`. These are replaced while somebody records; the package under test is not asked. A line says the
 operation, what a reduction does, the group's global ranks, and bytes: of the whole vector where all ranks give as much
 (all_reduce, broadcast), of a rank's own share where they give shares. Objects have no bytes, since a pickle's length
-follows from versions and paths. Left out: collectives that C++ calls by itself (DTensor's functional ones), tags.
+follows from versions and paths: what a function with "object" in its name sends is one. Left out: collectives that C++ calls by itself (DTensor's functional ones), tags.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ METHODS = {
     "monitored_barrier": ("barrier", 0),
 }
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-# torch sends an object as its length (int64), then as bytes: the length stands for both.
-OBJECTS = (
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list",
-)  # fmt: skip
 
 
 class Calls:
@@ -70,8 +65,10 @@ class Calls:
         """From here on lines belong to this part."""
         self._lines = self.parts.setdefault(part, [])
 
-    def note(self, line: str) -> None:
-        self._lines.append(line)
+    def note(self, line: str, once: bool = False) -> None:
+        """Add a line; or, `once`, only if it is not that of the last call."""
+        if not once or self._lines[-1:] != [line]:
+            self._lines.append(line)
 
 
 @contextmanager
@@ -94,7 +91,7 @@ def _noted(name: str, method: Callable[..., Any], calls: Calls) -> Callable[...,
     def noted(group: Any, *args: Any, **kwargs: Any) -> Any:
         line = _line(name, group, [*args, *kwargs.values()])
         if line:
-            calls.note(line)
+            calls.note(line, once=line.endswith("an object"))  # which may take several messages
         return method(group, *args, **kwargs)
 
     return noted
@@ -105,7 +102,8 @@ def _line(name: str, group: Any, args: list[Any]) -> str:
     ranks = _ranks(group)
     tensors = list(_tensors(args[place])) if operation != "barrier" and len(args) > place else []
     objects = _object_call()
-    if objects:
+    if objects and operation not in ("send", "recv"):
+        # torch tells an object's length (int64), then its bytes: the length stands for both.
         return f"{objects} [{_joined(ranks)}]" if any(t.dtype == torch.int64 for t in tensors) else ""
     words = [operation]
     if operation in ("send", "recv"):
@@ -115,7 +113,9 @@ def _line(name: str, group: Any, args: list[Any]) -> str:
         words += _reduction(args) if "reduce" in operation else []
         words += _root(operation, args, ranks)
         words.append(f"[{_joined(ranks)}]")
-    if operation != "barrier":
+    if objects:
+        words.append("an object")
+    elif operation != "barrier":
         words.append(f"{sum(t.nbytes for t in tensors)} B")
     return " ".join(words)
 
@@ -153,12 +153,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _object_call() -> str:
-    """The function of torch for objects that is under way, or nothing."""
+    """The function for objects that is under way, torch's or another, or nothing."""
     frame = sys._getframe(3)
-    for _ in range(8):
+    for _ in range(4):
         if frame is None:
             break
-        if frame.f_code.co_name in OBJECTS and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        if "object" in frame.f_code.co_name:
             return frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return ""

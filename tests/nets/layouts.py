@@ -44,8 +44,8 @@ class Layout:
         tolerance: of weights beside one process, where this machine's bits are not those of the snapshot; None where
             one process is not equal (dropout: it draws other numbers).
         calls: whether ranks ask torch.distributed for anything; not so with servers, whose messages have no order.
+        engine: the package of others, if any, that makes calls too.
         slow: whether `make test` leaves it out.
-        needs: a package that has to be installed.
     """
 
     make: Callable[[], Any]
@@ -57,7 +57,7 @@ class Layout:
     tolerance: Mapping[str, float] | None = field(default_factory=lambda: ADAM)
     calls: bool = True
     slow: bool = True
-    needs: str = ""
+    engine: str = ""
 
     @property
     def batches_per_step(self) -> int:
@@ -134,17 +134,18 @@ LAYOUTS: dict[str, Layout] = {
     "zero 2": zero(2, trainer={**CLIPPED, **ACCUMULATED}, slow=False),
     "zero 2, groups of two": zero(2, 4, {"shard_size": 2}),
     "zero 2, bf16-true with copies of 32 bits": zero(2, trainer={"precision": "bf16-true"}, tolerance=BF16),
-    "zero 2, fsdp2": zero(2, other={"engine": "fsdp2"}, trainer=ACCUMULATED),
-    "zero 3, fsdp2": zero(3, trainer=CLIPPED, slow=False),
+    "zero 2, fsdp2": zero(2, other={"engine": "fsdp2"}, trainer=ACCUMULATED, engine="torch"),
+    "zero 3, fsdp2": zero(3, trainer=CLIPPED, engine="torch", slow=False),
     "zero 3, fsdp2, bf16-mixed, recomputed": zero(
         3,
         other={"activation_checkpointing": True, "bucket_mb": 128.0},
         trainer={"precision": "bf16-mixed"},
         tolerance=BF16,
+        engine="torch",
     ),
     **{
         f"zero {stage}, deepspeed": zero(
-            stage, other={"engine": "deepspeed"}, trainer={**CLIPPED, **ACCUMULATED}, needs="deepspeed"
+            stage, other={"engine": "deepspeed"}, trainer={**CLIPPED, **ACCUMULATED}, engine="deepspeed"
         )
         for stage in (1, 2, 3)
     },
@@ -171,5 +172,5 @@ LAYOUTS: dict[str, Layout] = {
     "servers bsp, workers step, accumulated": servers(other={"update": "worker"}, trainer={**CLIPPED, **ACCUMULATED}),
     "servers bsp, filtered": servers(other={"filters": [TopK(0.25)]}, tolerance=None),
     "servers ssp, one worker": servers("ssp", 1),
-    "servers in an island": servers("ssp", 2, {"island_size": 2, "staleness": 1}, calls=True),
+    "servers in an island": servers("ssp", 2, {"island_size": 2, "staleness": 1}),
 }

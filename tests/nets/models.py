@@ -38,6 +38,9 @@ class Rows(LightningModule):
         self.log("logits", logits.mean(), on_step=False, on_epoch=True)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch["x"]), batch["y"]))
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

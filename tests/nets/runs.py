@@ -26,11 +26,11 @@ STEPS = 3
 
 @dataclass
 class Run:
-    """What became of a run on one rank; weights and states of the optimizer are rank 0's."""
+    """What became of a run on one rank; weights and states of the optimizer, as digests, are rank 0's."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, str] = field(default_factory=dict)
     calls: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -57,8 +57,8 @@ class Noted(Callback):
         self.run.weights = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
         for number, of in enumerate(states):
             for index, fields in of.get("state", {}).items():
-                for name, value in fields.items():
-                    self.run.optimizer[f"{number}.{index}.{name}"] = torch.as_tensor(value).clone()
+                values = (torch.as_tensor(fields[name]) for name in sorted(fields))
+                self.run.optimizer[f"{number}.{index}"] = " ".join([digest(*values), *sorted(fields)])
 
 
 def fit(layout: Layout, strategy: Any, devices: int, loader: Any, calls: Calls | None = None, **trainer: Any) -> Run:
@@ -68,7 +68,7 @@ def fit(layout: Layout, strategy: Any, devices: int, loader: Any, calls: Calls |
     options = {
         "max_steps": STEPS, "limit_val_batches": 0, "use_distributed_sampler": False, **layout.trainer, **trainer
     }  # fmt: skip
-    make_trainer(strategy, devices, [noted], **options).fit(module, loader)
+    make_trainer(strategy, devices, [noted], **options).fit(module, loader, loader)
     noted.run.calls = {part: lines for part, lines in noted.calls.parts.items() if lines}
     return noted.run
 

@@ -4,7 +4,8 @@ The one idea: bits depend on the machine and on torch, the order of collectives 
 fingerprint, what a plain run in one process made there. Where this machine makes the same of it, all bits have to be the
 same; elsewhere weights are held to one process of this machine within a tolerance. Calls have to be the same everywhere
 during training batches. Before and after these Lightning has its say, so that there they are compared where Lightning's
-version is the same. Repeated lines and parts are written once.
+version is the same; and where another library divides the states (FSDP2, DeepSpeed), all of them where that library's is.
+Repeated lines and parts are written once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def made_of(name: str, runs: Sequence[Run]) -> dict[str, Any]:
         "fingerprint": fingerprint(name),
         "losses": {f"rank {rank}": run.losses for rank, run in enumerate(runs)},
         "weights": {key: digest(value) for key, value in first.weights.items()},
-        "optimizer": {key: digest(value) for key, value in first.optimizer.items()},
+        "optimizer": first.optimizer,
     }
     if LAYOUTS[name].calls:
         snapshot["calls"] = packed([run.calls for run in runs])
@@ -60,9 +61,7 @@ def _packed_parts(parts: Parts) -> dict[str, Any]:
     for number, (name, lines) in enumerate(parts.items()):
         same = next((other for other in list(parts)[:number] if parts[other] == lines), None)
         runs = [(line, len(list(of))) for line, of in groupby(lines)]
-        found[name] = (
-            f"as {same}" if same is not None else [f"{n} x {line}" if n > 1 else line for line, n in runs]
-        )
+        found[name] = f"as {same}" if same is not None else [f"{n} x {line}" if n > 1 else line for line, n in runs]
     return found
 
 
@@ -108,11 +107,13 @@ def differences_of_calls(name: str, runs: Sequence[Run]) -> list[str]:
     if "calls" not in snapshot:
         return []
     recorded = unpacked(snapshot["calls"])
-    same_version = _minor(snapshot["written with"]["lightning"]) == _minor(versions()["lightning"])
+    if not _same_version(snapshot, LAYOUTS[name].engine):
+        return []
+    same_trainer = _same_version(snapshot, "lightning")
     found = []
     for rank, (theirs, run) in enumerate(zip_longest(recorded, runs)):
         for part in dict.fromkeys([*theirs, *run.calls]):
-            if part.startswith("batch") or same_version:
+            if part.startswith("batch") or same_trainer:
                 difference = _first_difference(theirs.get(part, []), run.calls.get(part, []))
                 if difference:
                     found.append(f"{name}: rank {rank}, {part}, {difference}")
@@ -120,8 +121,10 @@ def differences_of_calls(name: str, runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+def _same_version(snapshot: Mapping[str, Any], package: str) -> bool:
+    """Whether a package is, but for repairs, the one with which a snapshot was written."""
+    then, now = snapshot["written with"].get(package, ""), versions().get(package, "")
+    return then.split(".")[:2] == now.split(".")[:2]
 
 
 def _first_difference(recorded: Sequence[str], now: Sequence[str]) -> str:

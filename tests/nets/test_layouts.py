@@ -41,7 +41,7 @@ def test_layouts_are_as_they_were(names):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.slow])
 def test_layout_is_as_it_was(name):
-    needed = LAYOUTS[name].needs
+    needed = LAYOUTS[name].engine
     if needed and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
     hold([name])
