@@ -4,7 +4,8 @@ The one idea: every collective of Python's, whoever wrote it and under whichever
 `ProcessGroup`. These are replaced while somebody records; the package under test is not asked. A line says the
 operation, what a reduction does, the group's global ranks, and bytes: of the whole vector where all ranks give as much
 (all_reduce, broadcast), of a rank's own share where they give shares. Objects have no bytes, since a pickle's length
-follows from versions and paths: what a function with "object" in its name sends is one. Left out: collectives that C++ calls by itself (DTensor's functional ones), tags.
+follows from versions and paths: what a function with "object" in its name sends is one. Left out: collectives that C++
+calls by itself (DTensor's functional ones), tags.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def mesh(sizes: Sequence[int], other: Mapping[str, Any] | None = None, **layout:
         "tensor_parallel_size": tensor, **(other or {}),
     }  # fmt: skip
     order = options.get("mesh_order", ("data", "pipeline", "tensor"))
-    at = list(product(*(range(dict(data=data, pipeline=stages, tensor=tensor)[axis]) for axis in order)))
+    sizes_of = {"data": data, "pipeline": stages, "tensor": tensor}
+    at = list(product(*(range(sizes_of[axis]) for axis in order)))
     place = lambda rank: at[rank][list(order).index("data")]  # noqa: E731
     return Layout(lambda: HybridStrategy(**options), len(at), copies=data, place=place, **layout)
 

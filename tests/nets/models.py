@@ -58,11 +58,12 @@ class AdamRows(Rows):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def layers(count: int = 4, dropout: float = 0.0) -> nn.Sequential:
+def layers(count: int = 4, dropout: float = 0.0, norms: bool = True) -> nn.Sequential:
     """Linear layers, a normalisation and a function between them."""
     found: list[nn.Module] = []
     for _ in range(count - 1):
-        found += [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Dropout(dropout))]
+        norm = [nn.LayerNorm(WIDTH)] if norms else []
+        found.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), *norm, nn.Tanh(), nn.Dropout(dropout)))
     return nn.Sequential(*found, nn.Linear(WIDTH, CLASSES))
 
 

@@ -17,7 +17,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"no layout is called {unknown}; there are {list(LAYOUTS)}", file=sys.stderr)
         return 2
-    wanted = [name for name in names or LAYOUTS if _is_there(LAYOUTS[name].engine)]
+    wanted = [name for name in names or LAYOUTS if is_there(LAYOUTS[name].engine)]
     for count in sorted({LAYOUTS[name].ranks for name in wanted}):
         of_count = [name for name in wanted if LAYOUTS[name].ranks == count]
         for name, runs in launched(of_count, timeout=600.0).items():
@@ -26,7 +26,8 @@ def main(names: Sequence[str]) -> int:
     return 0
 
 
-def _is_there(package: str) -> bool:
+def is_there(package: str) -> bool:
+    """Whether a package is installed; there is always one without a name."""
     return not package or importlib.util.find_spec(package) is not None
 
 

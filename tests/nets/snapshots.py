@@ -1,11 +1,11 @@
 """Snapshots: one JSON file a layout, one line a weight and one a call; written, read, compared.
 
 The one idea: bits depend on the machine and on torch, the order of collectives on neither. So beside the bits stands a
-fingerprint, what a plain run in one process made there. Where this machine makes the same of it, all bits have to be the
-same; elsewhere weights are held to one process of this machine within a tolerance. Calls have to be the same everywhere
-during training batches. Before and after these Lightning has its say, so that there they are compared where Lightning's
-version is the same; and where another library divides the states (FSDP2, DeepSpeed), all of them where that library's is.
-Repeated lines and parts are written once.
+fingerprint, what a plain run in one process made there. Where this machine makes the same of it, all bits have to be
+the same; elsewhere weights are held to one process of this machine within a tolerance. Calls have to be the same
+everywhere during training batches. Before and after these Lightning has its say, so that there they are compared where
+Lightning's version is the same; and where another library divides the states (FSDP2, DeepSpeed), all of them where that
+library's is. Repeated lines and parts are written once.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 A change that is meant is written down anew: ``python -m tests.nets.record``, and the difference is read in git.
 """
 
-import importlib.util
 from collections.abc import Sequence
 
 import pytest
 
 from tests.nets import snapshots
 from tests.nets.layouts import LAYOUTS
+from tests.nets.record import is_there
 from tests.nets.runs import launched
 
 
@@ -26,7 +26,7 @@ def hold(names: Sequence[str]) -> None:
     for name in names:
         wrong += snapshots.differences_of_calls(name, runs[name])
         differences, how = snapshots.differences_of_bits(name, runs[name])
-        wrong, told = wrong + differences, told + [how]
+        wrong, told = wrong + differences, [*told, how]
     assert not wrong, "\n".join([f"{len(wrong)} differences", *wrong[:40]])
     if any(told):  # said where everybody reads it; the order of collectives was compared
         pytest.skip("other bits in one process than where the snapshot was written: " + "; ".join(filter(None, told)))
@@ -41,9 +41,8 @@ def test_layouts_are_as_they_were(names):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.slow])
 def test_layout_is_as_it_was(name):
-    needed = LAYOUTS[name].engine
-    if needed and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+    if not is_there(LAYOUTS[name].engine):
+        pytest.skip(f"{LAYOUTS[name].engine} is not installed")
     hold([name])
 
 

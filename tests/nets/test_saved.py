@@ -1,0 +1,129 @@
+"""Committed checkpoints are resumed from as they ever were, and what is written today is what was written then."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_parallel.checkpoint.sharded import consolidate
+from tests.nets import saved
+from tests.nets.record import is_there
+from tests.nets.saved import SAVED, Found, Job
+
+CHEAP = [name for name, one in SAVED.items() if not one.slow]
+# What says who wrote a file and when.
+PASSING = ("pytorch-lightning_version",)
+
+
+def without_passing(leaves: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in leaves.items() if not name.endswith(PASSING)}
+
+
+@cache
+def uncut(name: str) -> Found:
+    """The run that nobody cut, in one process."""
+    return saved.fit(SAVED[name], "auto", 1)
+
+
+def assert_resumed(name: str, found: Sequence[Found], how: str, path: Path) -> None:
+    """It began where the checkpoint was written, and came to what the run without a cut came to."""
+    one, first, wanted = SAVED[name], found[0], saved.expected()[name]
+    where = f"{name}, resumed {how}"
+    assert first.progress == {"step": saved.BEFORE * saved.BATCHES, "epoch": saved.BEFORE}, where
+    if path.is_file():
+        then = saved.flat(torch.load(path, weights_only=False))
+        for leaf, value in first.begun_with.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(
+                    value, then[leaf], rtol=0, atol=0, msg=lambda text, leaf=leaf: f"{where}: {leaf}: {text}"
+                )
+        assert set(first.begun_with) == {leaf for leaf in then if leaf.startswith(("state_dict/", "optimizer_states/"))}
+    assert len(first.losses) == (saved.AFTER - saved.BEFORE) * saved.BATCHES, where
+    if not one.certain:
+        return
+    torch.testing.assert_close(
+        torch.tensor(first.losses), torch.tensor(wanted["losses"]), **one.tolerance, msg=lambda t: f"{where}: {t}"
+    )
+    weights = saved.whole(found, "weights")
+    for leaf, sums in saved.summed(weights).items():
+        assert sums == pytest.approx(wanted[leaf], rel=one.tolerance["rtol"], abs=36 * one.tolerance["atol"]), where
+    if plain_is_equal(name):
+        for what in ("weights", "optimizer"):
+            ours = {leaf: v for leaf, v in saved.whole(found, what).items() if isinstance(v, (torch.Tensor, float))}
+            theirs = {leaf: v for leaf, v in getattr(uncut(name), what).items() if leaf in ours}
+            assert saved.differences(ours, theirs, one.tolerance) == [], where
+
+
+def plain_is_equal(name: str) -> bool:
+    """Whether one process comes to the same; not so with copies of 32 bits and with filters."""
+    return SAVED[name].trainer.get("precision") != "bf16-true" and "filtered" not in name
+
+
+def assert_written_as_then(name: str, now: Path, then: Path) -> None:
+    """The same entries, kinds, shapes and values; no values where workers do not wait for each other."""
+    one = SAVED[name]
+    ours, theirs = without_passing(saved.read(now)), without_passing(saved.read(then))
+    assert saved.differences(ours, theirs, one.tolerance if one.certain else None) == [], name
+
+
+def hold(names: Sequence[str], folder: Path) -> None:
+    """Resume from checkpoints of equally many ranks, and write them anew, in one launch; a plain Trainer resumes."""
+    paths = {name: saved.unpack(name, folder) for name in names}
+    resuming = [Job(name, resume=paths[name]) for name in names]
+    writing = [Job(name, save=folder / name) for name in names]
+    found = saved.launched([*resuming, *writing])
+    for name, ranks in zip(names, found, strict=False):
+        assert_resumed(name, ranks, "by those who wrote it", paths[name])
+        assert_written_as_then(name, folder / name, paths[name])
+    for name in names:
+        if SAVED[name].plain:
+            plain = saved.fit(SAVED[name], "auto", 1, resume=paths[name])
+            assert_resumed(name, [plain], "by one process", paths[name])
+
+
+def hold_others(name: str, folder: Path) -> None:
+    """Other layouts resume from it."""
+    path = saved.unpack(name, folder)
+    jobs = [Job(name, resume=path, other=other) for other in SAVED[name].others]
+    for job, ranks in zip(jobs, saved.launched(jobs) if jobs else [], strict=True):
+        assert_resumed(name, ranks, f"by {job.other}", path)
+
+
+def slow(names: Sequence[str]) -> list[Any]:
+    """Names of checkpoints, each for a slow test of its own."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(120)]
+    return [
+        pytest.param(name, marks=[*marks, pytest.mark.skipif(not is_there(SAVED[name].engine), reason="not installed")])
+        for name in names
+    ]
+
+
+def test_checkpoints_are_resumed_and_written_as_ever(tmp_path):
+    hold(CHEAP, tmp_path)
+
+
+@pytest.mark.parametrize("name", slow([name for name, one in SAVED.items() if one.slow]))
+def test_checkpoint_is_resumed_and_written_as_ever(tmp_path, name):
+    hold([name], tmp_path)
+
+
+@pytest.mark.parametrize("name", slow([name for name, one in SAVED.items() if one.others]))
+def test_checkpoint_is_resumed_by_others(tmp_path, name):
+    hold_others(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pipeline_sharded", "hybrid_2x1x1_zero_3_sharded"])
+def test_a_committed_folder_is_made_one_file(tmp_path, name):
+    """Which a plain Trainer goes on from."""
+    path = saved.unpack(name, tmp_path)
+    consolidate(path, tmp_path / "one", weights_only=False)
+    assert_resumed(name, [saved.fit(SAVED[name], "auto", 1, resume=tmp_path / "one")], "by one process", path)
+
+
+def test_all_are_there_and_small():
+    paths = {path.name for path in saved.FOLDER.glob("*.tar.xz")}
+    assert paths == {saved.archive_of(name).name for name in SAVED}
+    assert sum(path.stat().st_size for path in saved.FOLDER.iterdir()) < 500_000
