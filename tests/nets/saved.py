@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -61,13 +61,14 @@ class Saved:
         ranks: how many processes run that; all of them see the same rows.
         model: builds the module.
         trainer: options of the Trainer.
-        callbacks: builds callbacks.
+        callbacks, plugins: build callbacks and plugins.
         plain: whether a plain Trainer resumes from it too: it is one file, of a run that one process can have.
         others: layouts by name that resume from it too (see `OTHERS`).
         certain: whether two runs of it are equal; not so with several workers that do not wait for each other.
         tolerance: of what a resumed run comes to.
         slow: whether `make test` leaves it out.
         engine: the package of others, if any, that is needed.
+        there: whether this Lightning has the callbacks.
     """
 
     make: Callable[[], Any]
@@ -75,12 +76,14 @@ class Saved:
     model: Callable[[], LightningModule] = adam_rows
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
+    plugins: Callable[[], list[Any]] = list
     plain: bool = True
     others: Sequence[str] = ()
     certain: bool = True
     tolerance: Mapping[str, float] = field(default_factory=lambda: CLOSE)
     slow: bool = True
     engine: str = ""
+    there: bool = True
 
 
 def tiny_gpt() -> LightningModule:
@@ -105,8 +108,18 @@ def servers(consistency: str = "bsp", **options: Any) -> Callable[[], Any]:
     return lambda: ParameterServerStrategy(consistency, **{"lease": 30.0, **options})
 
 
+def scaled() -> list[Any]:
+    """Mixed precision of 16 bits on CPUs, whose scale of the loss grows in the run."""
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3))]
+
+
+def ema() -> list[Callback]:
+    """Lightning has it from version 2.6 on."""
+    return [callbacks.EMAWeightAveraging(decay=0.5)]
+
+
 def swa() -> list[Callback]:
-    return [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
+    return [callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
 
 
 # What resumes from checkpoints of others, on two ranks.
@@ -132,8 +145,10 @@ SAVED: dict[str, Saved] = {
     "pipeline_sharded": Saved(pipeline(**SHARDED), plain=False, others=DIVIDED, slow=False),
     "pipeline_zb_v_sgd": Saved(pipeline("zb_v"), **SGD, others=ANY),
     "pipeline_chimera_sharded": Saved(pipeline("chimera", **SHARDED), plain=False, others=("zero 1",)),
-    "pipeline_float16": Saved(pipeline(), trainer={"precision": "16-mixed"}, tolerance=BF16),
-    "pipeline_averages": Saved(pipeline(), **SGD, callbacks=swa),
+    "pipeline_float16": Saved(pipeline(), plugins=scaled, tolerance=BF16),
+    "zero_2_float16": Saved(zero(2), plugins=scaled, tolerance=BF16),
+    "pipeline_averages": Saved(pipeline(), callbacks=swa),
+    "pipeline_running_average": Saved(pipeline(), callbacks=ema, there=hasattr(callbacks, "EMAWeightAveraging")),
     "pipeline_two_copies": Saved(pipeline(data_parallel_size=2), 4),
     # ZeRO
     "zero_1_full": Saved(zero(1), others=ANY),
@@ -142,11 +157,12 @@ SAVED: dict[str, Saved] = {
     "zero_2_sharded": Saved(zero(2, **SHARDED), plain=False, others=DIVIDED, slow=False),
     "zero_2_masters": Saved(zero(2), **HALF, slow=False),
     "zero_2_masters_sharded": Saved(zero(2, **SHARDED), **HALF),
-    "zero_2_averages": Saved(zero(2), **SGD, callbacks=swa),
+    "zero_2_averages": Saved(zero(2), callbacks=swa),
     "zero_2_fsdp2_full": Saved(zero(2, engine="fsdp2"), others=ANY),
     "zero_2_fsdp2_sharded": Saved(zero(2, engine="fsdp2", **SHARDED), plain=False, others=DIVIDED),
     "zero_3_fsdp2_full": Saved(zero(3), others=ANY, slow=False),
     "zero_3_fsdp2_sharded": Saved(zero(3, **SHARDED), plain=False, others=DIVIDED),
+    "zero_3_fsdp2_running_average": Saved(zero(3), callbacks=ema, there=hasattr(callbacks, "EMAWeightAveraging")),
     "zero_3_fsdp2_masters": Saved(zero(3), **HALF),
     **{
         f"zero_{stage}_deepspeed_{kind}": Saved(
@@ -261,6 +277,8 @@ def fit(saved: Saved, strategy: Any, devices: int, save: Path | None = None, res
     torch.manual_seed(1)
     module, watch = saved.model(), Watch(save)
     options = {"max_epochs": AFTER, "limit_val_batches": 0, "use_distributed_sampler": False, **saved.trainer}
+    if saved.plugins():
+        options["plugins"] = saved.plugins()
     trainer = make_trainer(strategy, devices, [*saved.callbacks(), watch], **options)
     loader = models.batches(BATCHES)
     trainer.fit(module, loader, loader, ckpt_path=resume)

@@ -26,7 +26,7 @@ def main(names: Sequence[str]) -> int:
         print(f"no checkpoint is called {unknown}; there are {list(SAVED)}", file=sys.stderr)
         return 2
     saved.FOLDER.mkdir(exist_ok=True)
-    wanted = [name for name in names or SAVED if is_there(SAVED[name].engine)]
+    wanted = [name for name in names or SAVED if SAVED[name].there and is_there(SAVED[name].engine)]
     whole = saved.expected() if (saved.FOLDER / "expected.json").exists() else {}
     for count in sorted({SAVED[name].ranks for name in wanted}):
         of_count = [name for name in wanted if SAVED[name].ranks == count]
