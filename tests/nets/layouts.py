@@ -27,7 +27,8 @@ ADAM = {"rtol": 1e-3, "atol": 2e-4}
 BF16 = {"rtol": 2e-2, "atol": 1e-2}  # 8 bits of mantissa (4e-3), rounded at other places than one process does
 CLIPPED = {"gradient_clip_val": 0.05}
 ACCUMULATED = {"accumulate_grad_batches": 2}
-SMALL = {"bucket_mb": 1e-3}
+SMALL = {"bucket_mb": 1e-3}  # a block of the GPT takes several
+SMALLER = {"bucket_mb": 2e-4}  # as do the layers of the others
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def pipeline(schedule: str, ranks: int = 2, other: Mapping[str, Any] | None = No
 
 def zero(stage: int, ranks: int = 2, other: Mapping[str, Any] | None = None, **layout: Any) -> Layout:
     """ZeRO; every rank has rows of its own."""
-    options = {**SMALL, **(other or {})}
+    options = {**SMALLER, **(other or {})}
     layout = {"model": models.adam_rows, **layout}
     return Layout(lambda: ZeROStrategy(stage=stage, **options), ranks, copies=ranks, place=lambda rank: rank, **layout)
 
