@@ -78,8 +78,8 @@ def recorded() -> Iterator[Calls]:
     calls, before = Calls(), {}
     for name in METHODS:
         if hasattr(dist.ProcessGroup, name):
-            before[name] = getattr(dist.ProcessGroup, name)
-            setattr(dist.ProcessGroup, name, _noted(name, before[name], calls))
+            before[name] = vars(dist.ProcessGroup)[name]  # what binds to a group; getattr gives what does not
+            setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name), calls))
     try:
         yield calls
     finally:

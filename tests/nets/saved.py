@@ -125,6 +125,7 @@ def swa() -> list[Callback]:
 # What resumes from checkpoints of others, on two ranks.
 OTHERS: dict[str, Callable[[], Any]] = {
     "pipeline": pipeline("zb_v"),
+    "pipeline of two stages": pipeline(),
     "zero 1": zero(1),
     "zero 2": zero(2),
     "zero 3": zero(3),
@@ -134,6 +135,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 ANY = tuple(OTHERS)
 DIVIDED = tuple(name for name in OTHERS if name != "servers")  # who reads folders
 SGD = {"model": rows}
+TWO_BLOCKS = tuple(name for name in DIVIDED if name != "pipeline")  # zb_v has four stages
 TINY = {"model": tiny_gpt, "tolerance": ADAM}
 HALF = {"trainer": {"precision": "bf16-true"}, "plain": False, "tolerance": BF16}
 STALE = {"certain": False, **SGD}
@@ -186,8 +188,8 @@ SAVED: dict[str, Saved] = {
     "hybrid_1x2x2": Saved(hybrid(1, 2, 2), 4, **TINY),
     "hybrid_2x2x2_zero_1": Saved(hybrid(2, 2, 2, zero_stage=1), 8, **TINY),
     # tensor
-    "tensor_full": Saved(TensorParallelStrategy, **TINY, others=("zero 2", "pipeline"), slow=False),
-    "tensor_sharded": Saved(lambda: TensorParallelStrategy(**SHARDED), **TINY, plain=False, others=DIVIDED),
+    "tensor_full": Saved(TensorParallelStrategy, **TINY, others=("zero 2", "pipeline of two stages"), slow=False),
+    "tensor_sharded": Saved(lambda: TensorParallelStrategy(**SHARDED), **TINY, plain=False, others=TWO_BLOCKS),
     # parameter servers
     "servers_bsp": Saved(servers(num_servers=2), **SGD, others=("zero 2", "pipeline"), slow=False),
     "servers_bsp_adam": Saved(servers(num_servers=2, replication=2)),
@@ -337,13 +339,22 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def whole(found: Sequence[Found], what: str) -> dict[str, Any]:
-    """The leaves that any rank has, the first one's first; stand-ins for what others hold are left out."""
+    """The leaves that any rank has, the first one's first; stand-ins for what others hold are left out.
+
+    With a tensor axis and sharded checkpoints a rank tells its part of what is cut: see `whole_shapes`.
+    """
     leaves: dict[str, Any] = {}
     for one in found:
         for name, value in getattr(one, what).items():
             if not (isinstance(value, Tensor) and value.is_meta):
                 leaves.setdefault(name, value)
     return leaves
+
+
+def whole_shapes(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those weights that are whole."""
+    shapes = {leaf: value.shape for leaf, value in SAVED[name].model().state_dict().items()}
+    return {leaf: value for leaf, value in weights.items() if value.shape == shapes[leaf]}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -134,10 +134,18 @@ def _first_difference(recorded: Sequence[str], now: Sequence[str]) -> str:
     return ""
 
 
-def differences_of_bits(name: str, runs: Sequence[Run]) -> tuple[list[str], str]:
-    """What differs in losses, weights and the optimizer's states; and how it was compared if not to the bit."""
+def differences_of_bits(
+    name: str, runs: Sequence[Run], made_here: Mapping[str, str] | None = None
+) -> tuple[list[str], str]:
+    """What differs in losses, weights and the optimizer's states; and how it was compared if not to the bit.
+
+    Args:
+        name: of the layout.
+        runs: one a rank.
+        made_here: this machine's fingerprint; it is taken if it is not given.
+    """
     snapshot = read(name)
-    if snapshot["fingerprint"] == fingerprint(name):
+    if snapshot["fingerprint"] == (made_here or fingerprint(name)):
         made = made_of(name, runs)
         found = [
             f"{name}: {what} {key} has other bits than the snapshot"

@@ -10,7 +10,7 @@ import pytest
 from tests.nets import snapshots
 from tests.nets.layouts import LAYOUTS
 from tests.nets.record import is_there
-from tests.nets.runs import launched
+from tests.nets.runs import Run, launched, one_process
 
 
 def together() -> list[list[str]]:
@@ -61,3 +61,25 @@ def test_what_is_packed_is_unpacked():
     assert packed["rank 0"] == {"batch 0": ["2 x a", "b"], "batch 1": "as batch 0", "states": ["c"]}
     assert packed["rank 1"] == "as rank 0"
     assert snapshots.unpacked(packed) == calls
+
+
+def test_what_is_not_as_it_was_is_named():
+    name = "pipeline 1f1b, rows"
+    recorded = snapshots.unpacked(snapshots.read(name)["calls"])
+    runs = [Run(calls={part: list(lines) for part, lines in parts.items()}) for parts in recorded]
+    assert snapshots.differences_of_calls(name, runs) == []
+    lines = runs[1].calls["batch 1"]
+    lines[2:4] = lines[3:1:-1]
+    assert lines[2] != lines[3]
+    first = f"recorded {lines[3]!r}, now {lines[2]!r}"
+    assert snapshots.differences_of_calls(name, runs) == [f"{name}: rank 1, batch 1, call 2: {first}"]
+
+
+def test_on_a_machine_of_other_bits_weights_are_held_to_one_process():
+    name, elsewhere = "pipeline 1f1b, rows", {"one process": "other bits"}
+    run = Run(weights={key: value.clone() for key, value in one_process(name).weights.items()})
+    told = f"{name}: beside one process within {{'rtol': 2e-05, 'atol': 2e-06}}"
+    assert snapshots.differences_of_bits(name, [run], elsewhere) == ([], told)
+    run.weights["net.3.bias"] += 1e-4
+    [difference], _ = snapshots.differences_of_bits(name, [run], elsewhere)
+    assert difference.startswith(f"{name}: weights net.3.bias beside one process: Tensor-likes are not close")

@@ -45,7 +45,8 @@ def _expected(name: str, found: Sequence[Found]) -> dict[str, Any]:
     if not SAVED[name].certain:
         return {"written with": versions()}
     losses = found[0].losses[saved.BEFORE * saved.BATCHES :]
-    return {"written with": versions(), "losses": losses, **saved.summed(saved.whole(found, "weights"))}
+    weights = saved.whole_shapes(name, saved.whole(found, "weights"))
+    return {"written with": versions(), "losses": losses, **saved.summed(weights)}
 
 
 def _lines(values: dict[str, Any]) -> str:
