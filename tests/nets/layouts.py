@@ -45,7 +45,7 @@ class Layout:
         tolerance: of weights beside one process, where this machine's bits are not those of the snapshot; None where
             one process is not equal (dropout: it draws other numbers).
         calls: whether ranks ask torch.distributed for anything; not so with servers, whose messages have no order.
-        engine: the package of others, if any, that makes calls too.
+        engine: the package of others, if any, that has to be there, and makes calls too.
         slow: whether `make test` leaves it out.
     """
 
@@ -95,7 +95,7 @@ def mesh(sizes: Sequence[int], other: Mapping[str, Any] | None = None, **layout:
 def servers(consistency: str = "bsp", ranks: int = 2, other: Mapping[str, Any] | None = None, **layout: Any) -> Layout:
     """Parameter servers; every worker has rows of its own."""
     options = {"lease": 30.0, **(other or {})}
-    layout = {"model": models.rows, "tolerance": CLOSE, "calls": False, **layout}
+    layout = {"model": models.rows, "tolerance": CLOSE, "calls": False, "engine": "zmq", **layout}
     make = lambda: ParameterServerStrategy(consistency, **options)  # noqa: E731
     return Layout(make, ranks, copies=ranks, place=lambda rank: rank, **layout)
 

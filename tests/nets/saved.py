@@ -67,7 +67,7 @@ class Saved:
         certain: whether two runs of it are equal; not so with several workers that do not wait for each other.
         tolerance: of what a resumed run comes to.
         slow: whether `make test` leaves it out.
-        engine: the package of others, if any, that is needed.
+        engine: the package of others, if any, that has to be there.
         there: whether this Lightning has the callbacks.
     """
 
@@ -84,6 +84,18 @@ class Saved:
     slow: bool = True
     engine: str = ""
     there: bool = True
+
+
+class LBFGSRows(models.Rows):
+    """Steps of all rows together."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=2)
+
+
+def lbfgs_rows() -> LightningModule:
+    """The same under L-BFGS."""
+    return LBFGSRows(models.layers(norms=False))
 
 
 def tiny_gpt() -> LightningModule:
@@ -138,6 +150,7 @@ SGD = {"model": rows}
 TWO_BLOCKS = tuple(name for name in DIVIDED if name != "pipeline")  # zb_v has four stages
 TINY = {"model": tiny_gpt, "tolerance": ADAM}
 HALF = {"trainer": {"precision": "bf16-true"}, "plain": False, "tolerance": BF16}
+IN_64_BITS = {"rtol": 1e-4, "atol": 2e-5}  # servers make L-BFGS's steps in 64 bits, one process in 32
 STALE = {"certain": False, **SGD}
 
 SAVED: dict[str, Saved] = {
@@ -191,14 +204,15 @@ SAVED: dict[str, Saved] = {
     "tensor_full": Saved(TensorParallelStrategy, **TINY, others=("zero 2", "pipeline of two stages"), slow=False),
     "tensor_sharded": Saved(lambda: TensorParallelStrategy(**SHARDED), **TINY, plain=False, others=TWO_BLOCKS),
     # parameter servers
-    "servers_bsp": Saved(servers(num_servers=2), **SGD, others=("zero 2", "pipeline"), slow=False),
-    "servers_bsp_adam": Saved(servers(num_servers=2, replication=2)),
-    "servers_bsp_filtered": Saved(servers(filters=[TopK(0.25)], num_servers=2), **SGD, plain=False),
-    "servers_bsp_worker_steps": Saved(servers(update="worker"), **SGD),
-    "servers_ssp": Saved(servers("ssp", staleness=1), **STALE),
-    "servers_async": Saved(servers("async"), **STALE),
-    "servers_ssp_one_worker": Saved(servers("ssp"), 1, **SGD),
-    "servers_in_an_island": Saved(servers("ssp", island_size=2), **SGD),
+    "servers_bsp": Saved(servers(num_servers=2), **SGD, others=("zero 2", "pipeline"), slow=False, engine="zmq"),
+    "servers_bsp_adam": Saved(servers(num_servers=2, replication=2), engine="zmq"),
+    "servers_bsp_filtered": Saved(servers(filters=[TopK(0.25)], num_servers=2), **SGD, plain=False, engine="zmq"),
+    "servers_bsp_worker_steps": Saved(servers(update="worker"), **SGD, engine="zmq"),
+    "servers_ssp": Saved(servers("ssp", staleness=1), **STALE, engine="zmq"),
+    "servers_async": Saved(servers("async"), **STALE, engine="zmq"),
+    "servers_ssp_one_worker": Saved(servers("ssp"), 1, **SGD, engine="zmq"),
+    "servers_sandblaster": Saved(servers("sandblaster"), model=lbfgs_rows, tolerance=IN_64_BITS, engine="zmq"),
+    "servers_in_an_island": Saved(servers("ssp", island_size=2), **SGD, engine="zmq"),
 }
 
 
