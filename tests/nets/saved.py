@@ -257,15 +257,17 @@ class Found:
 
 
 class Watch(Callback):
-    """Fills a `Found`, and saves where the run is to be cut."""
+    """Fills a `Found`, and saves where the run is to be cut, or again where it begins."""
 
-    def __init__(self, save: Path | None) -> None:
-        self.found, self.save = Found(), save
+    def __init__(self, save: Path | None, again: Path | None) -> None:
+        self.found, self.save, self.again = Found(), save, again
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.found.progress = {"step": trainer.global_step, "epoch": trainer.current_epoch}
         if trainer.global_step:
             self.found.begun_with = flat(states(trainer))
+        if self.again is not None:
+            trainer.save_checkpoint(self.again)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
@@ -288,10 +290,25 @@ def states(trainer: Trainer) -> dict[str, Any]:
     return {"state_dict": trainer.strategy.lightning_module_state_dict(), "optimizer_states": optimizers}
 
 
-def fit(saved: Saved, strategy: Any, devices: int, save: Path | None = None, resume: Path | None = None) -> Found:
-    """A run in this process, to its end."""
+def fit(
+    saved: Saved,
+    strategy: Any,
+    devices: int,
+    save: Path | None = None,
+    resume: Path | None = None,
+    again: Path | None = None,
+) -> Found:
+    """A run in this process, to its end.
+
+    Args:
+        saved: what is run.
+        strategy, devices: of the Trainer.
+        save: where to write a checkpoint after `BEFORE` epochs.
+        resume: what to resume from.
+        again: where to write at once what was resumed from.
+    """
     torch.manual_seed(1)
-    module, watch = saved.model(), Watch(save)
+    module, watch = saved.model(), Watch(save, again)
     options = {"max_epochs": AFTER, "limit_val_batches": 0, "use_distributed_sampler": False, **saved.trainer}
     if saved.plugins():
         options["plugins"] = saved.plugins()
@@ -308,6 +325,7 @@ class Job:
     name: str
     save: Path | None = None
     resume: Path | None = None
+    again: Path | None = None
     other: str = ""
 
 
@@ -329,7 +347,7 @@ def _run(job: Job, rank: int, port: int, ranks: int) -> Found:
     join_as_torchrun(rank, ranks, port)
     strategy = (OTHERS[job.other] if job.other else saved.make)()
     try:
-        return fit(saved, strategy, ranks, job.save, job.resume)
+        return fit(saved, strategy, ranks, job.save, job.resume, job.again)
     except BaseException as error:
         error.__notes__ = [*getattr(error, "__notes__", []), f"in {job}"]  # type: ignore[attr-defined]
         raise

@@ -78,14 +78,25 @@ def assert_written_as_then(name: str, now: Path, then: Path) -> None:
     assert saved.differences(ours, theirs, one.tolerance if one.certain else None) == [], name
 
 
+def assert_all_was_read(name: str, again: Path, then: Path) -> None:
+    """A run that is resumed and saves at once writes the bits that it has read."""
+    states = ("state_dict", "optimizer", "master", "lr_schedulers", "MixedPrecision", "current_model", "averaging")
+    ours, theirs = (
+        {leaf: value for leaf, value in saved.read(path).items() if leaf.removeprefix("chunks/").startswith(states)}
+        for path in (again, then)
+    )
+    assert saved.differences(ours, theirs, {"rtol": 0.0, "atol": 0.0}) == [], f"{name}, saved again"
+
+
 def hold(names: Sequence[str], folder: Path) -> None:
     """Resume from checkpoints of equally many ranks, and write them anew, in one launch; a plain Trainer resumes."""
     paths = {name: saved.unpack(name, folder) for name in names}
-    resuming = [Job(name, resume=paths[name]) for name in names]
+    resuming = [Job(name, resume=paths[name], again=folder / f"{name} again") for name in names]
     writing = [Job(name, save=folder / name) for name in names]
     found = saved.launched([*resuming, *writing])
     for name, ranks in zip(names, found, strict=False):
         assert_resumed(name, ranks, "by those who wrote it", paths[name])
+        assert_all_was_read(name, folder / f"{name} again", paths[name])
         assert_written_as_then(name, folder / name, paths[name])
     for name in names:
         if SAVED[name].plain:
