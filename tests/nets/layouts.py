@@ -27,6 +27,7 @@ ADAM = {"rtol": 1e-3, "atol": 2e-4}
 BF16 = {"rtol": 2e-2, "atol": 1e-2}  # 8 bits of mantissa (4e-3), rounded at other places than one process does
 CLIPPED = {"gradient_clip_val": 0.05}
 ACCUMULATED = {"accumulate_grad_batches": 2}
+VALIDATED = {"limit_val_batches": 2}
 SMALL = {"bucket_mb": 1e-3}  # a block of the GPT takes several
 SMALLER = {"bucket_mb": 2e-4}  # as do the layers of the others
 
@@ -120,6 +121,7 @@ LAYOUTS: dict[str, Layout] = {
         model=models.UNet,
         tolerance=CLOSE,
     ),
+    "pipeline 1f1b, validated": pipeline("1f1b", trainer=VALIDATED),
     "pipeline gpipe, dynamic shapes": pipeline("gpipe", other={"dynamic_shapes": True}),
     "pipeline gpipe": pipeline("gpipe", 4),
     "pipeline interleaved_1f1b": pipeline("interleaved_1f1b", trainer=ACCUMULATED),
@@ -138,6 +140,8 @@ LAYOUTS: dict[str, Layout] = {
     "zero 2, bf16-true with copies of 32 bits": zero(2, trainer={"precision": "bf16-true"}, tolerance=BF16),
     "zero 2, fsdp2": zero(2, other={"engine": "fsdp2"}, trainer=ACCUMULATED, engine="torch"),
     "zero 3, fsdp2": zero(3, trainer=CLIPPED, engine="torch", slow=False),
+    "zero 2, validated": zero(2, trainer=VALIDATED),
+    "zero 3, fsdp2, validated": zero(3, trainer=VALIDATED, engine="torch"),
     "zero 3, fsdp2, bf16-mixed, recomputed": zero(
         3,
         other={"activation_checkpointing": True, "bucket_mb": 128.0},
@@ -157,6 +161,7 @@ LAYOUTS: dict[str, Layout] = {
     "hybrid 2x1x1, zero 3": mesh((2, 1, 1), {"zero_stage": 3, **SMALL}, trainer=CLIPPED, slow=False),
     "hybrid 2x2x1, zero 1, zb_v": mesh((2, 2, 1), {"zero_stage": 1, "schedule": "zb_v", **SMALL}, trainer=CLIPPED),
     "hybrid 2x2x1, zero 3 by micro-batch": mesh((2, 2, 1), {"zero_stage": 3, "gather": "microbatch", **SMALL}),
+    "hybrid 2x2x1, zero 3, validated": mesh((2, 2, 1), {"zero_stage": 3, **SMALL}, trainer=VALIDATED),
     "hybrid 1x2x2": mesh((1, 2, 2), trainer=CLIPPED),
     "hybrid 2x1x2, zero 2, pipeline outermost": mesh(
         (2, 1, 2), {"zero_stage": 2, "mesh_order": ("pipeline", "tensor", "data"), **SMALL}

@@ -49,6 +49,9 @@ class Noted(Callback):
     ) -> None:
         self.run.losses.append(float(outputs["loss"].detach()))
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.calls.enter("validation")
+
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.calls.enter("states")
         state = trainer.strategy.lightning_module_state_dict()
