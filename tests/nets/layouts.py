@@ -112,7 +112,9 @@ LAYOUTS: dict[str, Layout] = {
     "pipeline 1f1b, recompute, accumulated": pipeline(
         "1f1b", other={"recompute": "stage"}, trainer={**CLIPPED, **ACCUMULATED}
     ),
-    "pipeline 1f1b, bf16-mixed": pipeline("1f1b", trainer={"precision": "bf16-mixed"}, tolerance=BF16),
+    "pipeline 1f1b, bf16-mixed": pipeline(
+        "1f1b", model=models.rows, trainer={"precision": "bf16-mixed"}, tolerance=BF16
+    ),
     "pipeline 1f1b, two copies": pipeline("1f1b", 4, ALONG_DATA, **TWO_ALONG_DATA),
     "pipeline 1f1b, sharded": pipeline("1f1b", 4, {"state_dict_type": "sharded"}),
     "pipeline 1f1b, skip connections": pipeline(
