@@ -3,21 +3,24 @@
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
-# make test-lowest   `make test` with the lowest versions that we support, in an environment of their own (PyPI has torch
-#                    2.9.0 as a CUDA build only: 8 GB on disk, but it runs on CPUs); .ci/lowest is a job of it
+# make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why
+# make test-versions VERSIONS="lowest 2.11 newest"   `make test` with other versions of torch (and of Lightning:
+#                    "2.11+2.6.1"), each in an environment of its own that is removed after it (up to 8 GB on disk)
 # make check   formatting, lint, types, import rule, doctests
 #
-# Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.
+# Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11. With
+# VENV=/path/to/env the interpreter there runs instead and nothing is installed: what it lacks is skipped by name (it needs
+# torch, lightning, pytest, pytest-timeout, pytest-xdist and hypothesis).
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-STAMP := $(VENV)/.installed
+# An environment of somebody else's is used as it is.
+STAMP := $(if $(filter .venv,$(VENV)),$(VENV)/.installed)
+VERSIONS ?= lowest 2.11 newest
 
-LOWEST := .venv-lowest/bin
-
-.PHONY: demo test test-slow test-vision test-all test-lowest check format clean
+.PHONY: demo test test-slow test-vision test-all test-gpu test-versions check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -34,8 +37,11 @@ test-vision: $(VENV)/vision/.installed
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others
 
-test-lowest: .venv-lowest/.installed
-	$(LOWEST)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
+test-gpu: $(STAMP)
+	TEST_GPUS=1 $(BIN)/python -m pytest -q -p no:xdist tests/gpu tests/unit/test_staging.py
+
+test-versions:
+	$(PYTHON) tests/versions.py $(VERSIONS) --jobs $(JOBS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -49,21 +55,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 # torch is asked for by its version first, so that no other requirement picks another one.
-$(STAMP): pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+	touch $@
 
 $(VENV)/vision/.installed: $(STAMP) Makefile
 	rm -rf $(VENV)/vision
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/vision torchvision==0.28.0 timm==1.0.31
-	touch $@
-
-.venv-lowest/.installed: pyproject.toml constraints-lowest.txt
-	test -x $(LOWEST)/python || $(PYTHON) -m venv .venv-lowest
-	$(LOWEST)/python -m pip install -q -c constraints-lowest.txt torch
-	$(LOWEST)/python -m pip install -q -c constraints-lowest.txt -e '.[dev]'
 	touch $@
 
 clean:

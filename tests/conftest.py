@@ -1,15 +1,28 @@
-"""What every test starts from: one torch thread, the same seeds, loopback only. Warnings are errors (pyproject)."""
+"""What every test starts from: no GPU, one torch thread, the same seeds, loopback only. Warnings are errors.
+
+Tests of GPUs are those of `tests/gpu`.
+"""
+
+import os
+
+if os.environ.get("TEST_GPUS") != "1":  # `make test-gpu` sets it; ranks are forked, and Lightning warns of unused GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import gc
-import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.harness import free_port
+from tests.harness import free_port, release_ports, remember_children
+from tests.missing_packages import (  # noqa: F401  (hooks)
+    pytest_make_collect_report,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -40,6 +53,13 @@ def _same_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ports_and_children() -> Iterator[None]:
+    remember_children()
+    yield
+    release_ports()
 
 
 @pytest.fixture

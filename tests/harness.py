@@ -6,12 +6,10 @@ several hosts, CUDA (a forked process cannot use a CUDA context of its parent).
 """
 
 import faulthandler
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,9 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from lightning_parallel.ports import ReservedPort
+
 GROUP_TIMEOUT_S = 15.0
 _fork = multiprocessing.get_context("fork")
-_ports = itertools.count(61 * os.getpid())  # each process that runs tests begins elsewhere
+_reserved: list[ReservedPort] = []
+_children: set[int] = set()
 
 
 @dataclass
@@ -99,12 +100,33 @@ def imported_anew(fn: Callable[[int], Any], without: Collection[str]) -> Any:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback device that nobody listens on; no connection and hardly another test is given it."""
-    while True:
-        port = 20000 + next(_ports) % 12000
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A TCP port of the loopback device that nobody else is given before `release_ports`."""
+    reserved = ReservedPort("127.0.0.1")
+    _reserved.append(reserved)
+    return reserved.number
+
+
+def release_ports() -> None:
+    """Give back the ports of a test that has ended."""
+    while _reserved:
+        _reserved.pop().close()
+
+
+def remember_children() -> None:
+    """Take note of the child processes that are there when a test begins; `new_children` leaves them out."""
+    _children.clear()
+    _children.update(children_of(os.getpid()))
+
+
+def new_children() -> set[int]:
+    """The child processes that a test has started and that have not ended."""
+    return children_of(os.getpid()) - _children
+
+
+def children_of(pid: int) -> set[int]:
+    """Child processes, without the one in which Python's `spawn` tracks shared memory."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 class _Rank:

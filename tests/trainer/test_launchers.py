@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from lightning_parallel.errors import StageError
+from tests.harness import new_children
 from tests.trainer.watched import Fails, FailsAtEnd, WatchedStrategy, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +32,8 @@ def failure_of(module: Fails, **kwargs) -> StageError:
     with pytest.raises(StageError) as caught:
         fit(module, **kwargs)
     assert time.monotonic() - started < 15.0
-    assert not children_of(os.getpid())
+    assert not new_children()
     return caught.value
-
-
-def children_of(pid: int) -> list[int]:
-    """Child processes, without the one in which Python's `spawn` tracks shared memory."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_epoch_start", "configure_optimizers"])
@@ -87,7 +82,7 @@ def test_a_mistake_before_the_ranks_are_connected_stays_itself():
 
     with pytest.raises(StageError, match=r"prepare_data.*TypeError: before the ranks"):
         fit(Picky())
-    assert not children_of(os.getpid())
+    assert not new_children()
 
 
 class Counts(Callback):
@@ -119,7 +114,7 @@ def test_results_come_back_to_the_parent(start_method: str):
     assert (trainer.global_step, trainer.current_epoch) == (4, 1)
     assert trainer.logged_metrics["loss"] == stopping.best_score
     assert os.environ.get("MASTER_PORT") == port
-    assert not children_of(os.getpid())
+    assert not new_children()
     with pytest.raises(NotImplementedError, match=r"trainer.fit\(\) was called twice .* fit\(ckpt_path=...\)"):
         trainer.fit(module)
 

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import PipelineStrategy
-from tests.harness import free_port, rank_outcomes
+from tests.harness import free_port, new_children, rank_outcomes
 from tests.trainer.pipelines import join_as_torchrun
-from tests.trainer.test_launchers import children_of
 from tests.trainer.watched import QUICK, make_trainer
 
 
@@ -81,7 +80,7 @@ def failure_of(model, **options) -> StageError:
     with pytest.raises(StageError) as caught:
         fit(model, **options)
     assert time.monotonic() - started < 15.0
-    assert not children_of(os.getpid())
+    assert not new_children()
     return caught.value
 
 
