@@ -11,6 +11,7 @@ if os.environ.get("TEST_GPUS") != "1":  # `make test-gpu` sets it; ranks are for
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from tests.missing_packages import (  # noqa: F401  (hooks)
     pytest_runtest_setup,
 )
 
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of scripts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -118,9 +118,10 @@ def remember_children() -> None:
     _children.update(children_of(os.getpid()))
 
 
-def new_children() -> set[int]:
-    """The child processes that a test has started and that have not ended."""
-    return children_of(os.getpid()) - _children
+def new_children() -> dict[int, str]:
+    """The child processes that a test has started and that have not ended, and their commands."""
+    found = children_of(os.getpid()) - _children
+    return {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found}
 
 
 def children_of(pid: int) -> set[int]:

@@ -12,6 +12,7 @@ import sys
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,11 +43,11 @@ def tested(version: str, arguments: Sequence[str], keep: bool) -> int:
     python = str(folder / "bin" / "python")
     try:
         venv.create(folder, with_pip=True, clear=True)
-        wanted = requirements(version)
-        subprocess.run([python, "-m", "pip", "install", "-q", *wanted], cwd=ROOT, check=True)
-        # The same again: what the development tools need must not change the versions under test.
-        pinned = [word for word in wanted if word != "--upgrade"]
-        subprocess.run([python, "-m", "pip", "install", "-q", *pinned, "-e", ".[dev]"], cwd=ROOT, check=True)
+        install(python, *requirements(version))
+        with NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(pins(python))
+            file.flush()
+            install(python, "-c", file.name, "-e", ".[dev]")
         print(f"== {version}: {said_by(python)}", flush=True)
         return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT).returncode
     except subprocess.CalledProcessError as error:
@@ -54,6 +55,24 @@ def tested(version: str, arguments: Sequence[str], keep: bool) -> int:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def install(python: str, *arguments: str) -> None:
+    """Ask an interpreter's pip.
+
+    Raises:
+        CalledProcessError: pip fails.
+    """
+    subprocess.run([python, "-m", "pip", "install", "-q", *arguments], cwd=ROOT, check=True)
+
+
+def pins(python: str) -> str:
+    """What everything else is held to: the versions under test as they are, the rest as in `constraints.txt`."""
+    frozen = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+    lines = frozen.splitlines()
+    there = {line.partition("==")[0].lower() for line in lines}
+    others = (ROOT / "constraints.txt").read_text().splitlines()
+    return "\n".join([*lines, *(line for line in others if line.partition("==")[0].lower() not in there)])
 
 
 def said_by(python: str) -> str:

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -125,6 +126,11 @@ class Feature:
     def steps(self) -> int:
         """Steps of the whole run."""
         return STEPS + bool(self.resume)
+
+    @property
+    def batches(self) -> int:
+        """Batches of the whole run, each with a loss."""
+        return self.steps * self.trainer.get("accumulate_grad_batches", 1)
 
 
 def pipeline(schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
@@ -272,14 +278,14 @@ def loader() -> DataLoader:
 
 
 def run(
-    feature: Feature, strategy: Strategy | str, devices: int, batches: int, accelerator: str, checkpoint: str | None
+    feature: Feature, strategy: Strategy | str, devices: int, steps: int, accelerator: str, checkpoint: str | None
 ) -> tuple[Trainer, list[float]]:
-    """Train until so many batches are done; the losses of this run."""
+    """Train until so many steps are done; the losses of this run."""
     seed_everything(0, verbose=False)
     losses = Losses()
     monitors = [MemoryMonitor(every_n_steps=2)] if isinstance(strategy, Strategy) else []
     trainer = Trainer(
-        accelerator=accelerator, devices=devices, max_epochs=1, limit_train_batches=batches, strategy=strategy,
+        accelerator=accelerator, devices=devices, max_steps=steps, max_epochs=-1, strategy=strategy,
         callbacks=[losses, *monitors], use_distributed_sampler=False, **QUIET, **feature.trainer,
     )  # fmt: skip
     trainer.fit(feature.module(), loader(), ckpt_path=checkpoint)
@@ -290,7 +296,7 @@ def losses_of(feature: Feature, devices: int, folder: Path) -> list[float]:
     """What rank 0 saw, with the step from a checkpoint behind the others."""
     trainer, losses = run(feature, feature.strategy(**feature.options), devices, STEPS, "cuda", None)
     if feature.resume:
-        path = str(folder / "saved.ckpt")
+        path = str(folder / f"{uuid.uuid5(uuid.NAMESPACE_OID, repr(feature))}.ckpt")  # the same on all ranks
         trainer.save_checkpoint(path)
         if feature.resume == "cuda" or os.environ.get("RANK", "0") == "0":
             losses += resumed(feature, devices, path)

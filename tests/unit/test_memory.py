@@ -81,7 +81,7 @@ def test_the_sum_of_two_peaks_is_not_the_peak():
 def test_the_allocator_counts_the_same_activations():
     model = GPT(width=32, context=16, num_blocks=2)
     batch = {"input_ids": torch.randint(256, (4, 16))}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         loss = model._loss(batch)
     allocated = sum(event.self_cpu_memory_usage for event in profiler.events())
     with ledger_of(model, batch["input_ids"]) as ledger:

@@ -20,7 +20,7 @@ class Said:
 
 def outcomes(pytester: pytest.Pytester, source: str) -> tuple[tuple[int, int, int], str]:
     pytester.makepyfile(source)
-    result = pytester.inline_run("-rs", plugins=[missing_packages, said := Said()])
+    result = pytester.inline_run("-rs", "-p", "no:benchmark", plugins=[missing_packages, said := Said()])
     passed, skipped, failed = result.countoutcomes()
     return (passed, skipped, failed), said.text
 

@@ -1,6 +1,7 @@
 """A reserved port is nobody else's, and free for whoever was meant."""
 
 import errno
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def test_nobody_else_takes_it(reserved: ReservedPort):
 @pytest.mark.parametrize("connecting", [False, True], ids=["listeners", "connections"])
 def test_the_system_gives_it_to_nobody(connecting: bool):
     """In a network of its own with two ports to give, one of them reserved, all get the other."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("util-linux (unshare) or iproute2 (ip) is not installed")
     alone = ["unshare", "--user", "--map-root-user", "--net"]
     script = [sys.executable, "-W", "ignore", "-c", _TWO_PORTS, str(int(connecting))]
     done = subprocess.run([*alone, *script], capture_output=True, text=True, timeout=60)
