@@ -34,11 +34,24 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a test: `outcome` is passed, failed or skipped; `text` pytest's short traceback."""
+    """What became of a test.
+
+    Attributes:
+        outcome: passed, failed or skipped.
+        text: pytest's short traceback.
+        seconds: what it took, with its fixtures.
+        met: whether it made a Trainer that takes Lightning's SingleDeviceStrategy, or ours in its place.
+    """
 
     outcome: str
     text: str = ""
     seconds: float = 0.0
+    met: bool = True
+
+    @property
+    def applies(self) -> bool:
+        """As a result of Lightning as it is: whether a strategy in its place has to pass the test too."""
+        return self.met and self.outcome == "passed"
 
     @property
     def message(self) -> str:
@@ -73,7 +86,7 @@ class Comparison:
     """A strategy's results beside the base's, and beside the list of what is expected.
 
     Attributes:
-        passed_at_base: number of tests that pass with Lightning as it is, and have been run with the strategy.
+        passed_at_base: number of tests that use and pass with SingleDeviceStrategy, and have been run with ours.
         expected: group and tests that differ as listed.
         unexplained: tests that differ and are not listed, or say other words than their group.
         agreeing: tests that are listed and pass.
@@ -138,7 +151,7 @@ def compare(base: Mapping[str, Result], ours: Mapping[str, Result], groups: Iter
         ours: results with the strategy; a test that passes at base and is missing here was not asked for.
         groups: what is expected.
     """
-    both = {test for test, result in base.items() if result.outcome == "passed" and test in ours}
+    both = {test for test, result in base.items() if result.applies and test in ours}
     differing = {test: ours[test] for test in sorted(both) if ours[test].outcome != "passed"}
     expected, agreeing, strangers = [], [], []
     unexplained = dict(differing)
@@ -148,7 +161,7 @@ def compare(base: Mapping[str, Result], ours: Mapping[str, Result], groups: Iter
         for test in met:
             unexplained.pop(test)
         agreeing += [test for test in group.tests if test in both and test not in differing]
-        strangers += [test for test in group.tests if test not in base or base[test].outcome != "passed"]
+        strangers += [test for test in group.tests if test not in base or not base[test].applies]
     return Comparison(len(both), expected, unexplained, agreeing, strangers)
 
 

@@ -2,11 +2,11 @@
 
     python -m tests.lightning_suite.run --source FOLDER [--strategies zero_2 ...]
 
-FOLDER is a checkout of Lightning at tag 2.6.5 (its `tests/tests_pytorch` is read, nothing else). Each file of tests
-runs in a process of its own, in a copy of the tests, since they look for files that appear beside them. What has run
-is not run again: results lie in --out by run and file until the code that they come from changes. A process that says
-nothing for longer than a test may take is killed with what it started; the test that it was in has failed, and the
-file goes on behind it.
+FOLDER is a checkout of Lightning at tag 2.6.5 (its `tests/tests_pytorch` is read, nothing else). A few files of
+tests share a process, each worker's in a copy of the tests of its own, since they look for files that appear beside
+them. What has run is not run again: results lie in --out until the code that they come from changes. A process that
+says nothing for longer than a test may take is killed with what it started; the test that it was in has failed, and
+its files go on behind it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Suite:
         self.timeout: int = options.timeout
         self.prefix: list[str] = shlex.split(options.prefix)
         self.workers: int = options.workers
-        self.files = list(files_of(source, options.files))
+        self.groups = grouped(files_of(source, options.files), source)
         self.running: set[subprocess.Popen[bytes]] = set()
 
     def tree(self, worker: int) -> Path:
@@ -95,15 +95,15 @@ class Suite:
             folder: where its results lie.
             only: ids to run; None for all.
         """
-        jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-        wanted = [file for file in self.files if only is None or any(test.startswith(f"{file}::") for test in only)]
-        for file in wanted:
-            jobs.put(file)
+        jobs: queue.SimpleQueue[tuple[list[str], Path]] = queue.SimpleQueue()
+        asked = {test.partition("::")[0] for test in only} if only is not None else None
+        results = [results_of(folder, group) for group in self.groups]
+        for group, path in zip(self.groups, results, strict=True):
+            if files := [file for file in group if asked is None or file in asked]:
+                jobs.put((files, path))
         folder.mkdir(parents=True, exist_ok=True)
-        threads = [
-            threading.Thread(target=self._work, args=(worker, jobs, name, folder, only), daemon=True)
-            for worker in range(self.workers)
-        ]
+        workers = range(self.workers)
+        threads = [threading.Thread(target=self._work, args=(n, jobs, name, only), daemon=True) for n in workers]
         for thread in threads:
             thread.start()
         try:
@@ -112,48 +112,55 @@ class Suite:
         finally:  # interrupted
             for process in list(self.running):
                 kill(process)
-        found = {test: result for file in wanted for test, result in read_results(results_of(folder, file)).items()}
-        missing = {test: Result("failed", "E   The test has not run") for test in only or () if test not in found}
-        return found | missing
+        found = {test: result for path in results for test, result in read_results(path).items()}
+        if only is None:
+            return found
+        return {test: found.get(test, Result("failed", "E   The test has not run")) for test in only}
 
-    def _work(
-        self, worker: int, jobs: queue.SimpleQueue[str], name: str, folder: Path, only: Collection[str] | None
-    ) -> None:
-        while not jobs.empty():
+    def _work(self, worker: int, jobs: queue.SimpleQueue[Any], name: str, only: Collection[str] | None) -> None:
+        while True:
             try:
-                file = jobs.get_nowait()
+                files, results = jobs.get_nowait()
             except queue.Empty:
                 return
             since = time.monotonic()
-            mine = None if only is None else [test for test in only if test.startswith(f"{file}::")]
             try:
-                if self._file(worker, file, name, results_of(folder, file), mine):
-                    print(f"{name}: {file} in {time.monotonic() - since:.0f} s, {jobs.qsize()} to go", flush=True)
+                if self._group(worker, files, name, results, only):
+                    took = time.monotonic() - since
+                    print(f"{name}: {len(files)} files in {took:.0f} s, {jobs.qsize()} groups to go", flush=True)
             except Exception as error:
-                print(f"{name}: {file} has not run: {error!r}", flush=True)
+                print(f"{name}: {', '.join(files)} have not run: {error!r}", flush=True)
 
-    def _file(self, worker: int, file: str, name: str, results: Path, only: list[str] | None) -> bool:
-        """Run one file to its end, in as many processes as it takes. Returns False if it was done already."""
+    def _group(self, worker: int, files: list[str], name: str, results: Path, only: Collection[str] | None) -> bool:
+        """Run a group of files to its end, in as many processes as it takes. Returns False if it was done already."""
         lines = drop_half_run(results)
-        if any("end" in line for line in lines) and (only is None or {*only} <= {line.get("id") for line in lines}):
+        have = {line.get("id") for line in lines}
+        missing = (
+            None if only is None else [test for test in only if test.partition("::")[0] in files and test not in have]
+        )
+        if any("end" in line for line in lines) and not missing:
             return False
         while True:
-            code, words = self._process(worker, file, name, results, only)
-            lines = read_lines(results)
-            if "end" in lines[-1] if lines else False:
+            code, words = self._process(worker, files, name, results, only)
+            last = read_lines(results)[-1:]
+            if last and "end" in last[0]:
                 return True
-            started = lines[-1].get("start") if lines else None
-            last = results.with_suffix(".log").read_text()[-2000:]
-            append(results, id=started or file, outcome="failed", seconds=0, text=f"{last}\nE   {words} (code {code})")
+            started = last[0].get("start") if last else None
+            said = results.with_suffix(".log").read_text()[-2000:]
+            text = f"{said}\nE   {words} (code {code})"
+            append(results, id=started or files[0], outcome="failed", seconds=0, met=True, text=text)
             if started is None:
                 append(results, end=code)
+                return True
 
-    def _process(self, worker: int, file: str, name: str, results: Path, only: list[str] | None) -> tuple[int, str]:
+    def _process(
+        self, worker: int, files: list[str], name: str, results: Path, only: Collection[str] | None
+    ) -> tuple[int, str]:
         """One process of pytest. Returns its exit status, and how it ended if it did not end well."""
         tree = self.tree(worker)
         command = [sys.executable, "-m", "pytest", "-p", "tests.lightning_suite.plugin", "-p", "no:cacheprovider"]
         command += ["-c", str(HERE / "suite.ini"), "--rootdir", ".", "--timeout", str(self.timeout), "--tb", "short"]
-        command += ["-o", "log_level=", "-q", file]
+        command += ["-o", "log_level=", "-q", *files]
         strategy, options = STRATEGIES[name]
         with tempfile.TemporaryDirectory(prefix="suite", ignore_cleanup_errors=True) as temporary:
             environment = {
@@ -227,8 +234,22 @@ def files_of(source: Path, chosen: Iterable[str] = ()) -> Iterator[str]:
             yield name
 
 
-def results_of(folder: Path, file: str) -> Path:
-    return folder / (file.removeprefix("tests_pytorch/").removesuffix(".py").replace("/", "-") + ".jsonl")
+def grouped(files: Iterable[str], source: Path, size: int = 64_000) -> list[list[str]]:
+    """Files that share a process: starting one takes as long as thirty tests. `size`: bytes of a group, about."""
+    groups: list[list[str]] = []
+    filled = size
+    for file in files:
+        if filled >= size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(file)
+        filled += (source / "tests" / file).stat().st_size
+    return groups
+
+
+def results_of(folder: Path, group: list[str]) -> Path:
+    """Where a group's results lie: it is named after its first file."""
+    return folder / (group[0].removeprefix("tests_pytorch/").removesuffix(".py").replace("/", "-") + ".jsonl")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -254,7 +275,9 @@ def drop_half_run(path: Path) -> list[dict[str, Any]]:
 def read_results(path: Path) -> dict[str, Result]:
     """Results by test."""
     return {
-        line["id"]: Result(line["outcome"], line["text"], line["seconds"]) for line in read_lines(path) if "id" in line
+        line["id"]: Result(line["outcome"], line["text"], line["seconds"], line["met"])
+        for line in read_lines(path)
+        if "id" in line
     }
 
 
@@ -292,9 +315,7 @@ def judge(suite: Suite, name: str, base: dict[str, Result], options: argparse.Na
     path = EXPECTED / f"{name}.toml"
     groups = read_list(path)
     listed = {test for group in groups for test in group.tests}
-    only = [
-        test for test, result in base.items() if result.outcome == "passed" and (not options.listed or test in listed)
-    ]
+    only = [test for test, result in base.items() if result.applies and (not options.listed or test in listed)]
     folder = folder_of(suite, name)
     ours = suite.run(name, folder, only)
     found = compare(base, ours, groups)
@@ -360,6 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
     if stamp.exists() and stamp.read_text().strip() != TAG:
         print(f"{source} is Lightning {stamp.read_text().strip()}; the lists are for {TAG}.", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs ends with us
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     suite = Suite(source, out, options)
