@@ -145,7 +145,7 @@ def test_files_share_processes_by_size(tmp_path):
 
 def test_a_process_that_says_nothing_is_killed(suite, tmp_path):
     results = tmp_path / "loops-test_a.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     suite.timeout = -60  # no patience
     assert suite._wait(process, results, 0) == "The test hung: killed after 0 s"
     run.kill(process)
