@@ -7,7 +7,7 @@ so, and taken away at the end; so the same module may train again, on other rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from types import MappingProxyType, MethodType
 from typing import Any, Literal, cast
@@ -15,7 +15,9 @@ from typing import Any, Literal, cast
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 from lightning_parallel.zero.footprints import Footprints
 
@@ -113,7 +115,7 @@ def _gather_around(module: Any, methods: Sequence[str]) -> None:
     To FSDP2 it would be a second one: what lies outside of blocks would be freed behind it, and gathered once more.
     """
     state = module._get_fsdp_state()
-    if not hasattr(state, "_cast_forward_inputs"):  # another version of PyTorch than the one that was read
+    if not hasattr(state, "_pre_forward_hook_handle"):  # another version of PyTorch than those that were read
         for name in methods:
             register_fsdp_forward_method(module, name)
         return
@@ -149,8 +151,18 @@ class _Inside:
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         if self.runs:
-            return self.state._cast_forward_inputs(args, kwargs)
+            return self._cast(args, kwargs)
         return self.state._pre_forward(module, args, kwargs)
+
+    def _cast(self, args: Any, kwargs: Any) -> Any:
+        """Inputs in the dtype of the forward; from PyTorch 2.13 on the state has a method of its own for it."""
+        if hasattr(self.state, "_cast_forward_inputs"):
+            return self.state._cast_forward_inputs(args, kwargs)
+        policy = self.state._mp_policy
+        if not (policy.cast_forward_inputs and policy.param_dtype):
+            return args, kwargs
+        cast = partial(_cast_fp_tensor, policy.param_dtype)
+        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         return output if self.runs else self.state._post_forward(module, args, output)

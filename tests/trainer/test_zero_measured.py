@@ -136,9 +136,6 @@ def test_accumulation_moves_nothing_more_in_stage_1(stage: int, moved: int):
     assert values["parallel/communication_moved_formula"] == moved * 2 * parameters
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.10", reason="FSDP2 of PyTorch 2.9 gathers a root as often, whether it is kept or not"
-)
 def test_a_root_that_is_kept_is_gathered_once_less():
     jobs = [(run(*MODELS["even"]), zero(3, keep_root=keep)) for keep in (False, True)]
     freed, kept = ([result.extra for result in results] for results in on_ranks(jobs, 2))
