@@ -2,6 +2,8 @@
 # make test    the tests (minutes), two at a time; JOBS=1 one by one, JOBS=8 on a large machine
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
+# make test-lightning LIGHTNING_SOURCE=folder   Lightning's own tests over our strategies; the folder is a checkout of
+#                    Lightning 2.6.5. STRATEGIES="zero_2 hybrid" runs those only (an hour for all four on two cores)
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why
 # make test-versions VERSIONS="lowest 2.11 newest"   `make test` with other versions of torch (and of Lightning:
@@ -19,8 +21,9 @@ JOBS ?= 2
 # An environment of somebody else's is used as it is.
 STAMP := $(if $(filter .venv,$(VENV)),$(VENV)/.installed)
 VERSIONS ?= lowest 2.11 newest
+STRATEGIES ?= pipeline zero_2 hybrid parameter_server
 
-.PHONY: demo test test-slow test-vision test-all test-gpu test-versions check format clean
+.PHONY: demo test test-slow test-vision test-lightning test-all test-gpu test-versions check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -33,6 +36,10 @@ test-slow: $(STAMP)
 
 test-vision: $(VENV)/vision/.installed
 	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -q tests/trainer/test_vision_models.py
+
+test-lightning: build/lightning_suite/site/.installed
+	PYTHONPATH=build/lightning_suite/site $(BIN)/python -m tests.lightning_suite.run --source "$(LIGHTNING_SOURCE)" \
+		--strategies $(STRATEGIES) --workers $(JOBS)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others
@@ -63,6 +70,13 @@ format: $(STAMP)
 $(VENV)/vision/.installed: $(STAMP) Makefile
 	rm -rf $(VENV)/vision
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/vision torchvision==0.28.0 timm==1.0.31
+	touch $@
+
+# What Lightning's tests import and we do not. Results lie beside it, so that a second run goes on where one was stopped.
+build/lightning_suite/site/.installed: $(STAMP) Makefile
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) pytest-rerunfailures==16.7 cloudpickle==3.1.2 \
+		omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8
 	touch $@
 
 clean:
