@@ -57,7 +57,7 @@ def memory_figure(reading: MemoryReading, dpi: int = 150) -> Figure:
     left, right = (MARGIN + NOTE_GAP + max(map(text_inches, texts)) for texts in (labels, notes))
     kinds = [kind for kind in CATEGORIES if any(memory.at_peak[kind] for memory in reading.ranks.values())]
     entries = [Entry(kind, (Swatch(MEMORY[kind]),)) for kind in kinds]
-    legend = in_lines([*entries, Entry("free of the fullest rank's peak", (Swatch(IDLE),))], left + WIDTH - MARGIN)
+    legend = in_lines([*entries, Entry("room up to the fullest rank", (Swatch(IDLE),))], left + WIDTH - MARGIN)
     top = TOP + LEGEND_LINE * len(legend) + TITLE
     width, height = left + WIDTH + right, top + ROW_HEIGHT * len(labels) + BOTTOM
     figure = new_figure(width, height, dpi)
@@ -95,7 +95,7 @@ def _draw_bars(axes: Axes, reading: MemoryReading, notes: Sequence[str]) -> None
         _draw_parts(axes, row, reading.ranks[rank].at_peak, unit, max(most, 1))
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": FONT}
         offset = (NOTE_GAP * 72, 0)
-        axes.annotate(notes[row], (1, row + 0.5), offset, color=MUTED, va="center_baseline", gid="note", **place)
+        axes.annotate(notes[row], (1, row + 0.5), offset, color=MUTED, va="center_baseline", **place)
     axes.set_xlabel(name, color=MUTED, fontsize=FONT)
     axes.tick_params(length=0, labelsize=FONT)
     axes.tick_params(axis="x", labelcolor=MUTED)
@@ -109,6 +109,6 @@ def _draw_parts(axes: Axes, row: int, sizes: Any, unit: int, most: int) -> None:
         style: dict[str, Any] = {"edgecolors": PAPER, "linewidth": min(HAIRLINE, inches * 8)}
         axes.broken_barh([(left, size)], (row + GAP, BOX), facecolors=MEMORY[kind], zorder=3, **style)
         if sizes[kind] and text_inches(text) + 2 * NOTE_GAP <= inches:
-            place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": MEMORY[kind], "zorder": 5}
+            place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 5}
             axes.text(left + size / 2, row + 0.5, text, fontsize=FONT, color=ink_on(MEMORY[kind]), **place)
         left += size

@@ -306,8 +306,8 @@ def _draw_row(axes: Axes, row: float, spans: Sequence[Span], factor: float, shad
     for (left, width), text, fill in zip(bars, texts, fills, strict=True):
         size = min(FONT, (width * inches * 72 - 2) / (LETTER_WIDTH * longest))
         if size >= SMALLEST:
-            place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": fill}
-            axes.text(left + width / 2, row + 0.5, text, fontsize=size, color=ink_on(fill), zorder=5, **place)
+            place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 5}
+            axes.text(left + width / 2, row + 0.5, text, fontsize=size, color=ink_on(fill), **place)
 
 
 def _legend(panels: Sequence[Panel], shading: _Shading, colours: Mapping[str, str]) -> list[Entry]:

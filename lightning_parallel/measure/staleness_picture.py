@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT, LEFT, BETWEEN, TOP, BOTTOM = 9.0, 3.2, 0.65, 0.55, 0.40, 0.55  # inches
+WIDTH, HEIGHT, LEFT, BETWEEN, TOP, BOTTOM = 9.0, 3.2, 0.65, 0.75, 0.40, 0.55  # inches
 HEADROOM = 1.22  # of the tallest bar: room for what is written at the bound
 FAR = 4  # times the largest value: a bound beyond is told without a line
 
@@ -57,8 +57,8 @@ def _draw(axes: Axes, counts: Mapping[int, int], bound: int | None, colour: str,
     values, often = histogram_of(counts)
     total, most = max(1, sum(often)), values[-1]
     is_near = bound is not None and bound <= FAR * max(most, 3)
-    end = max(most, bound if bound is not None and is_near else 0) + 1.0
-    axes.set(xlim=(-1.0, end), ylim=(0, HEADROOM * max(max(often) / total, 1e-9)))
+    end = max(most, bound if bound is not None and is_near else 0) + 0.9
+    axes.set(xlim=(-0.7, end), ylim=(0, HEADROOM * max(often) / total if any(often) else 1))
     axes.bar(values, [one / total for one in often], 0.8, color=colour, edgecolor=PAPER, linewidth=0.5, zorder=3)
     if bound is not None:
         _draw_bound(axes, bound, bound + 0.5 if is_near else None)
