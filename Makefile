@@ -2,6 +2,7 @@
 # make test    the tests (minutes), two at a time; JOBS=1 one by one, JOBS=8 on a large machine
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
+# make test-notebooks   every notebook whole; `make test` runs their first cells and imports, and one of them
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-lowest   `make test` with the lowest versions that we support, in an environment of their own (PyPI has torch
 #                    2.9.0 as a CUDA build only: 8 GB on disk, but it runs on CPUs); .ci/lowest is a job of it
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo test test-slow test-vision test-all test-lowest check format clean
+.PHONY: demo test test-slow test-vision test-notebooks test-all test-lowest check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -30,6 +31,9 @@ test-slow: $(STAMP)
 
 test-vision: $(VENV)/vision/.installed
 	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -q tests/trainer/test_vision_models.py
+
+test-notebooks: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow" tests/notebooks
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others

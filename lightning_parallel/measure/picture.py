@@ -188,7 +188,9 @@ class _Shading:
         if self.count < 2:
             return ""
         if self.count == 2:
-            return "darker: replica 0, lighter: 1" if self.of_replicas else "darker: a rank's 1st stage, lighter: its 2nd"
+            return (
+                "darker: replica 0, lighter: 1" if self.of_replicas else "darker: a rank's 1st stage, lighter: its 2nd"
+            )
         which = f"replicas 0 to {self.count - 1}" if self.of_replicas else f"a rank's stages 1 to {self.count}"
         return f"{self.letters[0]} to {self.letters[-1]}: {which}, darker and lighter in turn"
 

@@ -164,7 +164,9 @@ def test_neighbours_are_told_apart(picture, vision):
     assert difference >= APART, f"{one} beside {two}"
 
 
-@pytest.mark.parametrize("colour", sorted({shade for shades in ACTIONS.values() for shade in shades} | {*MEMORY.values()}))
+@pytest.mark.parametrize(
+    "colour", sorted({shade for shades in ACTIONS.values() for shade in shades} | {*MEMORY.values()})
+)
 def test_text_on_a_bar_is_read(colour):
     assert contrast(colour, ink_on(colour)) >= READABLE
 

@@ -98,7 +98,9 @@ def measured():
 
 def memory(largest, ranks=1):
     table = {kind: largest // 2**at for at, kind in enumerate(CATEGORIES)}
-    held = {rank: RankMemory(table, table, table, table["activations"], 8 * table["activations"]) for rank in range(ranks)}
+    held = {
+        rank: RankMemory(table, table, table, table["activations"], 8 * table["activations"]) for rank in range(ranks)
+    }
     schedule = make("1f1b", ranks, 8)
     return MemoryReading(12_345, held, schedule, {rank: Promise.of(schedule, rank) for rank in held})
 
@@ -140,7 +142,9 @@ def words_of(figure):
             (axes.get_yticklabels(), 1, sorted(axes.get_ylim())),
         ):
             ticks += [label for label in labels if low <= label.get_position()[at] <= high]
-    titles = [title for axes in figure.axes for title in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)]
+    titles = [
+        title for axes in figure.axes for title in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)
+    ]
     notes = [text for axes in figure.axes for text in axes.texts if isinstance(text, Annotation)]
     return [text for text in (*figure.texts, *ticks, *titles, *notes) if text.get_visible() and text.get_text()]
 
@@ -200,7 +204,9 @@ def test_titles_of_staleness_have_a_subject_and_bounds_lie_in_their_axes():
         for bound, near in ((3, True), (0, True), (300, False)):
             figure = staleness_figure(staleness(bound, {0: 9, 2: 1}, {0: 1}))
             figure.canvas.draw()
-            for axes, subject in zip(figure.axes, ("Age of updates: mean 0.20, most 2", "Gap of clocks: "), strict=True):
+            for axes, subject in zip(
+                figure.axes, ("Age of updates: mean 0.20, most 2", "Gap of clocks: "), strict=True
+            ):
                 assert axes.get_title(loc="left").startswith(subject)
                 (label,) = [text for text in axes.texts if text.get_text().startswith("bound")]
                 box, inside = label.get_window_extent(), axes.get_window_extent()
