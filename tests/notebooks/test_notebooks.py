@@ -26,10 +26,24 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 # matplotlib's own: "tab:blue" and the others, then the letters' "b", "g", "r" and so on.
-FOREIGN = (
-    "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf"
-    " #0000ff #008000 #ff0000 #00bfbf #bf00bf #bfbf00"
-).split()
+FOREIGN = [
+    "#1f77b4",
+    "#ff7f0e",
+    "#2ca02c",
+    "#d62728",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+    "#17becf",
+    "#0000ff",
+    "#008000",
+    "#ff0000",
+    "#00bfbf",
+    "#bf00bf",
+    "#bfbf00",
+]
 OURS = {
     colour.upper()
     for colour in (

@@ -26,8 +26,8 @@ from lightning_parallel.measure.palette import (
 
 APART, READABLE = 15.0, 4.5  # CIEDE2000; WCAG 2.2, success criterion 1.4.3
 
-# Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, IEEE TVCG 15(6),
-# 2009: the matrices of severity 1.0, for linear RGB.
+# Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, IEEE TVCG
+# 15(6), 2009: the matrices of severity 1.0, for linear RGB.
 VISIONS = {
     "normal": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
