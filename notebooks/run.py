@@ -1,4 +1,4 @@
-"""Run notebooks and store their outputs: ``python notebooks/run.py``, or some: ``python notebooks/run.py 02_schedules``.
+"""Run notebooks and store their outputs: ``python notebooks/run.py``, or one: ``python notebooks/run.py 02_schedules``.
 
 A stored notebook says in its metadata what it was run with: its own cells, and the colours of pictures.
 ``tests/notebooks`` says when a notebook is older than they are. Cells with the tag ``timed`` print numbers that no two
