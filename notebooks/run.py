@@ -47,6 +47,7 @@ def main(names: list[str]) -> None:
             notebook = nbformat.read(path, as_version=4)
             with tempfile.TemporaryDirectory() as folder:
                 execute(notebook, Path(folder))
+            notebook.metadata["language_info"] = {"name": "python"}  # not which version it was
             notebook.metadata["lightning_parallel"] = {"version": version(notebook)}
             for number, cell in enumerate(notebook.cells):
                 cell["id"] = f"cell-{number}"
