@@ -172,8 +172,11 @@ def test_all_words_are_on_the_page_and_none_lies_on_another(figure):
     assert len(boxes) > 4
     for text, box in boxes:
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text
-    pairs = combinations([(text, box.padded(-1)) for text, box in boxes], 2)
-    assert not [(one, two) for (one, a), (two, b) in pairs if a.overlaps(b)]
+    swatches = [box for box in figure.findobj(Rectangle) if box.get_gid() == "legend"]
+    taken = [*boxes, *((to_hex(swatch.get_facecolor()), swatch.get_window_extent()) for swatch in swatches)]
+    pairs = combinations([(name, box.padded(-1)) for name, box in taken], 2)
+    beside = [(a, b) for a, b in pairs if not a[0].startswith("#") or not b[0].startswith("#")]  # swatches touch
+    assert not [(one, two) for (one, a), (two, b) in beside if a.overlaps(b)]
 
 
 def test_numbers_lie_in_their_bars_and_are_read(figure):
