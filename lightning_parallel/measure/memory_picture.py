@@ -57,7 +57,9 @@ def memory_figure(reading: MemoryReading, dpi: int = 150) -> Figure:
     left, right = (MARGIN + NOTE_GAP + max(map(text_inches, texts)) for texts in (labels, notes))
     kinds = [kind for kind in CATEGORIES if any(memory.at_peak[kind] for memory in reading.ranks.values())]
     entries = [Entry(kind, (Swatch(MEMORY[kind]),)) for kind in kinds]
-    legend = in_lines([*entries, Entry("room up to the fullest rank", (Swatch(IDLE),))], left + WIDTH - MARGIN)
+    if len({memory.peak_bytes for memory in reading.ranks.values()}) > 1:
+        entries += [Entry("room up to the fullest rank", (Swatch(IDLE),))]
+    legend = in_lines(entries, left + WIDTH - MARGIN)
     top = TOP + LEGEND_LINE * len(legend) + TITLE
     width, height = left + WIDTH + right, top + ROW_HEIGHT * len(labels) + BOTTOM
     figure = new_figure(width, height, dpi)
@@ -91,7 +93,8 @@ def _draw_bars(axes: Axes, reading: MemoryReading, notes: Sequence[str]) -> None
     unit, name = next((unit, name) for unit, name in UNITS if most >= 2 * unit or unit == 1)
     axes.set(xlim=(0, max(most, 1) / unit), ylim=(len(ranks), 0))
     for row, rank in enumerate(ranks):
-        axes.broken_barh([(0, most / unit)], (row + GAP, BOX), facecolors=IDLE, linewidth=0, zorder=1)
+        if reading.ranks[rank].peak_bytes < most:
+            axes.broken_barh([(0, most / unit)], (row + GAP, BOX), facecolors=IDLE, linewidth=0, zorder=1)
         _draw_parts(axes, row, reading.ranks[rank].at_peak, unit, max(most, 1))
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": FONT}
         offset = (NOTE_GAP * 72, 0)

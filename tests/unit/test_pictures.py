@@ -99,7 +99,7 @@ def measured():
 
 
 def memory(largest, ranks=1):
-    table = {kind: largest // 2**at for at, kind in enumerate(CATEGORIES)}
+    """The ranks' activations differ."""
     held = {
         rank: RankMemory(table, table, table, table["activations"], 8 * table["activations"]) for rank in range(ranks)
     }
