@@ -100,9 +100,10 @@ def measured():
 
 def memory(largest, ranks=1):
     """The ranks' activations differ."""
-    held = {
-        rank: RankMemory(table, table, table, table["activations"], 8 * table["activations"]) for rank in range(ranks)
-    }
+    tables = [{kind: largest // 2**at for at, kind in enumerate(CATEGORIES)} for _ in range(ranks)]
+    for rank, table in enumerate(tables):
+        table["activations"] += largest * rank // 40
+    held = {rank: RankMemory(t, t, t, t["activations"], 8 * t["activations"]) for rank, t in enumerate(tables)}
     schedule = make("1f1b", ranks, 8)
     return MemoryReading(12_345, held, schedule, {rank: Promise.of(schedule, rank) for rank in held})
 
