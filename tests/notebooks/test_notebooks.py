@@ -85,10 +85,11 @@ def pictures_in(outputs):
 
 
 def told(cell):
-    """What a cell printed, and the tables that it showed."""
+    """What a cell printed, and the tables that it showed, without blank lines."""
     printed = [output.text for output in cell.outputs if output.output_type == "stream"]
     tables = [output.data["text/markdown"] for output in cell.outputs if "text/markdown" in output.get("data", {})]
-    return "".join([*printed, *tables])
+    lines = "".join([*printed, *tables]).splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def differences(one, other, is_timed):
