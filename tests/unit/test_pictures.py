@@ -113,9 +113,10 @@ def staleness(bound, ages, gaps):
 
 
 FIGURES = {
-    "few actions": lambda: shown("1f1b", 2, 2, note="idle 0.3"),
+    "few actions": lambda: shown("1f1b", 2, 2, "1f1b: a title that is long", "idle 0.3"),
+    "few actions, many words": lambda: shown("1f1b", 2, 2, "a title of many words " * 4, "and a note of many " * 4),
     "two stages a rank": lambda: shown("v_min", 4, 8),
-    "four stages a rank": lambda: shown("interleaved_1f1b:v=4", 2, 8, "interleaved " * 7, "a note of some length " * 3),
+    "four stages a rank": lambda: shown("interleaved_1f1b:v=4", 2, 8, "a title", "a note"),
     "two replicas": lambda: shown("dualpipe", 4, 8),
     "many micro-batches": lambda: shown("gpipe", 2, 101),
     "measured, with lanes": measured,
