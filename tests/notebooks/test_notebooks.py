@@ -12,12 +12,14 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import nbformat
 import numpy
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image
 
 from lightning_parallel.measure import palette
@@ -46,19 +48,16 @@ FOREIGN = [
     "#bfbf00",
 ]
 OURS = {
-    colour.upper()
-    for colour in (
-        palette.PAPER,
-        palette.INK,
-        palette.MUTED,
-        palette.IDLE,
-        *(shade for shades in palette.ACTIONS.values() for shade in shades),
-        *palette.LANES.values(),
-        *palette.OTHER_LANES,
-        *palette.MEMORY.values(),
-    )
+    palette.PAPER,
+    palette.INK,
+    palette.MUTED,
+    palette.IDLE,
+    *(shade for shades in palette.ACTIONS.values() for shade in shades),
+    *palette.LANES.values(),
+    *palette.OTHER_LANES,
+    *palette.MEMORY.values(),
 }
-FILL = 0.002  # of a picture: what covers more of it is no edge of a letter
+FEW = 12  # pixels: so many of a colour that nobody chose may come about where a letter ends
 
 
 @pytest.fixture(scope="module")
@@ -176,26 +175,34 @@ def test_stored_pictures_have_the_colours_of_the_palette(path):
 
 
 def foreign_colours(picture):
-    """Colours that are matplotlib's own anywhere in a PNG, and those that fill some of it and are not ours."""
-    pixels = numpy.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).reshape(-1, 3)
-    counts = Counter({bytes(colour.tolist()).hex(): int(n) for colour, n in zip(*_frequencies(pixels), strict=True)})
-    filled = {f"#{colour}" for colour, n in counts.items() if n > FILL * len(pixels)}
-    return {colour for colour in FOREIGN if counts[colour[1:]]} | {c for c in filled if c.upper() not in OURS}
+    """Colours of a PNG that are matplotlib's own, in a line too, and those of areas that are not ours."""
+    red, green, blue = numpy.moveaxis(numpy.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).astype(int), 2, 0)
+    codes = red << 16 | green << 8 | blue
+    middle, inside = codes[1:-1, 1:-1], numpy.ones_like(codes[1:-1, 1:-1], dtype=bool)
+    for row in range(3):
+        for column in range(3):
+            beside = codes[row : row + middle.shape[0], column : column + middle.shape[1]]
+            inside &= beside == middle  # what is as wide as a pixel is an edge
+    return _named(codes) & set(FOREIGN) | _named(middle[inside]) - OURS
 
 
-def _frequencies(pixels):
-    return numpy.unique(pixels, axis=0, return_counts=True)
+def _named(codes):
+    found, counts = numpy.unique(codes, return_counts=True)
+    return {f"#{code:06x}" for code, count in zip(found.tolist(), counts.tolist(), strict=True) if count >= FEW}
 
 
 def test_colours_of_matplotlib_are_seen():
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    def drawn(colour):
-        figure, target = Figure(figsize=(3, 2)), io.BytesIO()
-        FigureCanvasAgg(figure)
-        figure.subplots().plot([0, 1, 2], [3, 1, 2], color=colour)
-        figure.savefig(target)
+    def drawn(line, bar):
+        target = io.BytesIO()
+        with rc_context(dict(palette.STYLE)):
+            figure = Figure(figsize=(3, 2))
+            FigureCanvasAgg(figure)
+            axes = figure.subplots()
+            axes.plot([0, 1, 2], [3, 1, 2], color=line)
+            axes.bar([3], [2], color=bar)
+            figure.savefig(target)
         return foreign_colours(target.getvalue())
 
-    assert drawn("C0") and "#1f77b4" in drawn("C0") and not drawn(palette.BLUE)
+    assert drawn("C0", palette.RED) == set()  # the style has a cycle of its own
+    assert drawn("tab:blue", palette.RED) == {"#1f77b4"}
+    assert drawn(palette.BLUE, "pink") == {"#ffc0cb"}

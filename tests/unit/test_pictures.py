@@ -271,7 +271,7 @@ def test_a_picture_is_the_same_whatever_the_user_set_and_leaves_that_as_it_is(tm
         (draw_staleness, staleness(3, {0: 9, 2: 1}, {0: 1})),
     ):
         plain = bytes_of(*told)
-        with style.context("dark_background"):
+        with style.context(["dark_background", {"font.family": "monospace", "xtick.major.pad": 9}]):
             before = dict(rcParams)
             assert bytes_of(*told) == plain
             assert dict(rcParams) == before
