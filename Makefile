@@ -4,6 +4,7 @@
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
 # make test-lightning LIGHTNING_SOURCE=folder   Lightning's own tests over our strategies; the folder is a checkout of
 #                    Lightning 2.6.5. STRATEGIES="zero_2 hybrid" runs those only (an hour for all four on two cores)
+# make test-notebooks   every notebook whole; `make test` runs their first cells and imports, and one of them
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why
 # make test-versions VERSIONS="lowest 2.11 newest"   `make test` with other versions of torch (and of Lightning:
@@ -23,8 +24,7 @@ STAMP := $(if $(filter .venv,$(VENV)),$(VENV)/.installed)
 VERSIONS ?= lowest 2.11 newest
 STRATEGIES ?= pipeline zero_2 hybrid parameter_server
 
-.PHONY: demo test test-slow test-vision test-lightning test-all test-gpu test-versions check format clean
-
+.PHONY: demo test test-slow test-vision test-notebooks test-lightning test-all test-gpu test-versions check format clean
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
@@ -40,6 +40,8 @@ test-vision: $(VENV)/vision/.installed
 test-lightning: build/lightning_suite/site/.installed
 	PYTHONPATH=build/lightning_suite/site $(BIN)/python -m tests.lightning_suite.run --source "$(LIGHTNING_SOURCE)" \
 		--strategies $(STRATEGIES) --workers $(JOBS)
+test-notebooks: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow" tests/notebooks
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others

@@ -11,8 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from PIL import Image
-
+from lightning_parallel.measure import palette
 from lightning_parallel.measure.picture import Panel, draw_timelines
 from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.choice import choose
@@ -29,7 +28,7 @@ RANKS, MICROBATCHES = 4, {"naive": 2, "terapipe": 3}
 SHOWN = {"zb_auto": "zb_auto:limit=6", "dapple": "dapple:policy=2", "chimera_doubling": "chimera:doubling=true"}
 ALSO = {"chimera": "chimera_doubling"}  # a second row and picture in the section of the first
 NAMES = [shown for name in SCHEDULES for shown in (name, ALSO.get(name)) if shown]
-COLOURS = 48  # of a picture's palette: keeps the files small
+DPI = 90
 
 
 def timeline(name: str, microbatches: int = 8) -> Timeline:
@@ -45,19 +44,20 @@ def pictured(name: str) -> Timeline:
 def digest(name: str) -> str:
     """Of all that a picture shows."""
     shown = pictured(name)
-    return hashlib.sha256(f"{shown.schedule.to_text()} {shown.rows}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{shown.schedule.to_text()} {shown.rows} {palette.version()}".encode()).hexdigest()[:16]
 
 
-def draw(name: str) -> None:
+def panel(name: str) -> Panel:
+    """What a picture shows."""
     shown = pictured(name)
-    path = IMAGES / f"{name}.png"
     peaks = ", ".join(f"{peak:g}" for peak in shown.peak)
     note = f"idle {shown.idle:.4f}, span {shown.span:.4f}, activations held {peaks}"
     title = f"{shown.schedule.name}: {RANKS} ranks, {shown.schedule.num_microbatches} micro-batches"
-    draw_timelines(path, [Panel(title, shown.rows, note)], seconds=False, dpi=90)
-    with Image.open(path) as image:
-        small = image.convert("RGB").quantize(COLOURS)
-    small.save(path, optimize=True)
+    return Panel(title, shown.rows, note)
+
+
+def draw(name: str) -> None:
+    draw_timelines(IMAGES / f"{name}.png", [panel(name)], seconds=False, dpi=DPI)
 
 
 def row(name: str) -> str:

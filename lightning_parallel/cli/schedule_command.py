@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
 from lightning_parallel.pipeline.schedules.formulas import bubble_formula, formula_text
 from lightning_parallel.pipeline.simulator import Timeline, simulate
 
-MAX_COLUMNS = 160
+MAX_COLUMNS, LINE = 160, 120  # of the grid, and letters of a line: what is longer goes on below
 UNIT_COSTS = (1.0, 1.0, 1.0, 0.0)
 
 
@@ -179,7 +179,7 @@ def report(timeline: Timeline, costs: Sequence[float] = UNIT_COSTS) -> str:
 
 
 def grid(timeline: Timeline) -> list[str]:
-    """Ranks as lines, time to the right: ``F0`` begins there, ``-`` goes on, ``.`` is idle.
+    """Ranks as lines, time to the right: ``F0`` begins there, ``-`` goes on, ``.`` is idle. Long lines go on below.
 
     Example:
         >>> print("\\n".join(grid(simulate(make("gpipe", 2, 2)))))
@@ -191,14 +191,23 @@ def grid(timeline: Timeline) -> list[str]:
     labels = [[_label(timeline, span) for span in row] for row in timeline.rows]
     cell = 1 + max(len(label) for row in labels for label in row)
     margin = len(f"rank {len(timeline.rows) - 1}")
-    lines = []
-    for rank, (row, names) in enumerate(zip(timeline.rows, labels, strict=True)):
+    ranks = []
+    for row, names in zip(timeline.rows, labels, strict=True):
         cells = ["." + " " * (cell - 1)] * columns
         for span, label in zip(row, names, strict=True):
             first, end = _column(span.start, unit), _column(span.end, unit)
             text = label.ljust((end - first) * cell, "-") if end - first > 1 else label.ljust(cell)
             cells[first:end] = [text[at * cell : (at + 1) * cell] for at in range(end - first)]
-        lines.append(f"rank {rank}".ljust(margin) + "  " + "".join(cells).rstrip())
+        ranks.append(cells)
+    blocks = math.ceil(columns / ((LINE - margin - 2) // cell))
+    across = math.ceil(columns / blocks)
+    lines: list[str] = []
+    for start in range(0, columns, across):
+        lines += ["", f"from {start * unit:g} on:"] if start else []
+        lines += [
+            f"rank {rank}".ljust(margin) + "  " + "".join(cells[start : start + across]).rstrip()
+            for rank, cells in enumerate(ranks)
+        ]
     return lines if exact else [*lines, f"(one column is {unit:g}; rounded to columns)"]
 
 

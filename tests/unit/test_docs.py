@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_parallel.measure.palette import ACTIONS
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from tests.trainer.conformance import table
+from tests.unit.test_pictures import channels, colours_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,7 +29,12 @@ def test_the_page_is_current(script):
 def test_the_pictures_are_current(script):
     drawn = json.loads(script.DRAWN.read_text())
     assert drawn == {name: script.digest(name) for name in script.NAMES}, "run python docs/draw_schedules.py"
-    assert all((script.IMAGES / f"{name}.png").stat().st_size < 40_000 for name in script.NAMES)
+    for name in script.NAMES:
+        picture, rows = script.IMAGES / f"{name}.png", script.pictured(name).rows
+        two = any(len({(span.stage, span.replica) for span in row}) > 1 for row in rows)
+        shades = {shade for row in rows for span in row for shade in ACTIONS[span.kind][: 1 + two]}
+        assert {channels(shade) for shade in shades} <= colours_of(picture)
+        assert picture.stat().st_size < 20_000
 
 
 def test_the_table_of_features_is_current():

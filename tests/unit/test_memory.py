@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.demo import GPT
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.memory import CATEGORIES, MemoryMeter, RankMemory
-from lightning_parallel.measure.memory_picture import COLOURS, draw_memory
+from lightning_parallel.measure.memory_picture import draw_memory
 from lightning_parallel.measure.memory_reading import MemoryReading, Promise
+from lightning_parallel.measure.palette import MEMORY
 from lightning_parallel.measure.storages import count_bytes
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
@@ -306,6 +307,6 @@ def test_the_picture_has_a_bar_a_rank_in_the_colours_of_what_there_is(tmp_path):
     draw_memory(one, MemoryReading(9, {0: memory(100, 400)}))
     draw_memory(two, READING)
     assert imread(two).shape[0] > imread(one).shape[0] + 50
-    there = {channels(COLOURS[kind]) for kind in ("parameters", "optimizer", "activations")}
+    there = {channels(MEMORY[kind]) for kind in ("parameters", "optimizer", "activations")}
     assert there <= colours_of(two)
-    assert channels(COLOURS["buffers"]) not in colours_of(two)
+    assert channels(MEMORY["buffers"]) not in colours_of(two)

@@ -49,6 +49,20 @@ def test_a_grid_of_several_stages_a_rank_names_the_stage():
     assert grid(timeline)[0].startswith("rank 0  0F0 0F1 2F0 2B0-----")
 
 
+def test_a_long_grid_goes_on_below():
+    timeline = simulate(make("interleaved_1f1b", 4, 8))
+    lines = grid(timeline)
+    assert max(map(len, lines)) <= 120
+    ends = [at for at, line in enumerate(lines) if not line]
+    first, *others = [lines[a + 1 : b] for a, b in zip([-1, *ends], [*ends, len(lines)], strict=True)]
+    assert [len(block) for block in others] == [5] * len(others) and len(first) == 4 and len(others) == 2
+    for rank, row in enumerate(timeline.rows):
+        parts = [first[rank], *(block[1 + rank] for block in others)]
+        text = "".join(word for part in parts for word in part.split()[2:]).replace("-", "").replace(".", "")
+        assert text == "".join(f"{span.stage}{span.kind}{span.microbatch}" for span in row)
+    assert [block[0] for block in others] == ["from 19 on:", "from 38 on:"]  # of 57
+
+
 def test_times_that_fill_no_whole_columns_are_rounded_and_said_to_be():
     lines = grid(simulate(make("1f1b", 2, 2), Costs(18.522, 18.086, 9.337, communication=0.601)))
     assert lines[0].startswith("rank 0  F0----F1----")

@@ -1,0 +1,58 @@
+"""Run notebooks and store their outputs: ``python notebooks/run.py``, or one: ``python notebooks/run.py 02_schedules``.
+
+A stored notebook says in its metadata what it was run with: its own cells, and the colours of pictures.
+``tests/notebooks`` says when a notebook is older than they are. Cells with the tag ``timed`` print numbers that no two
+runs share.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+from lightning_parallel.measure import palette
+
+FOLDER = Path(__file__).parent
+TIMEOUT = 300  # seconds a cell
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    """Those that run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def version(notebook: Any) -> str:
+    """Of all that its outputs follow from, except the library's code."""
+    sources = [cell.source for cell in code_cells(notebook)]
+    return hashlib.sha256(repr([sources, palette.version()]).encode()).hexdigest()[:16]
+
+
+def execute(notebook: Any, folder: Path) -> None:
+    """Run all cells in a kernel of their own, which imports the package that lies beside the notebooks."""
+    os.environ["PYTHONPATH"] = str(FOLDER.parent)
+    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")  # Jupyter warns where it has to guess its folders
+    options = {"timeout": TIMEOUT, "kernel_name": "python3", "record_timing": False}
+    NotebookClient(notebook, resources={"metadata": {"path": folder}}, **options).execute()
+
+
+def main(names: list[str]) -> None:
+    """Run those that are named, or all, and write them back."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if not names or path.stem in names:
+            notebook = nbformat.read(path, as_version=4)
+            with tempfile.TemporaryDirectory() as folder:
+                execute(notebook, Path(folder))
+            notebook.metadata["language_info"] = {"name": "python"}  # not which version it was
+            notebook.metadata["lightning_parallel"] = {"version": version(notebook)}
+            for number, cell in enumerate(notebook.cells):
+                cell["id"] = f"cell-{number}"
+            nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
