@@ -58,3 +58,21 @@ def test_ranks_part_when_the_last_has_come(hub: tuple[Hub, Line]):
     line.send(("done", None))
     hears(rank_0)
     assert rank_0.part() and line.receive() == [("done", None)]
+
+
+@pytest.mark.parametrize(("silent", "is_lost"), [(0.95, False), (1.0, True)])
+def test_a_rank_of_another_host_may_be_silent_for_all_of_the_patience(hub, silent: float, is_lost: bool):
+    """Whether it computes cannot be seen from here, so its silence alone counts: not before `stale_s`."""
+    rank_0, _ = hub
+    peer, patience = rank_0.peers[1], rank_0.patience
+    peer.status = Status(1, 0, ("another host", 1))
+    failure = rank_0.silence(peer.heard + silent * patience.stale_s)
+    assert (failure is not None) == is_lost
+    if failure is not None:
+        assert failure.headline == "lost rank 1 (stage 0): not heard of for 12 s (stopped, or its host is gone)"
+
+
+def test_a_rank_that_has_finished_may_be_silent(hub: tuple[Hub, Line]):
+    rank_0, _ = hub
+    rank_0.peers[1].status, rank_0.peers[1].finished = Status(1, 0, ("another host", 1)), True
+    assert rank_0.silence(rank_0.peers[1].heard + 2 * rank_0.patience.stale_s) is None
