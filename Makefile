@@ -5,6 +5,7 @@
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-lowest   `make test` with the lowest versions that we support, in an environment of their own (PyPI has torch
 #                    2.9.0 as a CUDA build only: 8 GB on disk, but it runs on CPUs); .ci/lowest is a job of it
+# make mutants put 200 faults into the package, one at a time, and list those that no test sees; SEED=1 draws others
 # make check   formatting, lint, types, import rule, doctests
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11.
@@ -13,11 +14,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+SEED ?= 0
+NUMBER ?= 200
 STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo test test-slow test-vision test-all test-lowest check format clean
+.PHONY: demo test test-slow test-vision test-all test-lowest mutants check format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
@@ -36,6 +39,9 @@ test-all: $(STAMP)
 
 test-lowest: .venv-lowest/.installed
 	$(LOWEST)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --seed $(SEED) --number $(NUMBER) --jobs $(JOBS) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

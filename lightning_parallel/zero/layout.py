@@ -87,7 +87,7 @@ def fill_buckets(keys: Sequence[Hashable], nbytes: Sequence[int], limit: int) ->
     """
     buckets: list[list[int]] = []
     for _, neighbours in groupby(range(len(keys)), key=lambda i: keys[i]):
-        room = 0
+        room = -1  # an empty parameter needs a bucket too
         for i in neighbours:
             if nbytes[i] > room:
                 buckets.append([])

@@ -27,16 +27,17 @@ import random
 import sys
 import tempfile
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import tomllib
+
 from tests.mutants import operators, reach, runs
 from tests.mutants.operators import Mutant
-from tests.mutants.reach import Place, Records, Test
+from tests.mutants.reach import Place, Recorded, Records
 
 FOLDERS = ("zero", "parallel", "failure", "checkpoint", "trainer", "pipeline", "measure")
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     records = Records(options.output / "reach", ROOT)
     files = reach.files_of_tests(ROOT)
-    if os.environ.get("ONLYF"): files = [f for f in files if any(x in f for x in os.environ["ONLYF"].split(","))]
     drawn = draw(options.seed, options.number)
     results = Results(options.output / f"seed-{options.seed}.jsonl")
     if not options.report_only:
@@ -90,10 +90,10 @@ def _is_to_run(mutant: Mutant, results: Results, options: argparse.Namespace) ->
 # -- the draw ----------------------------------------------------------------------------------------------------------
 
 
-def draw(seed: int, number: int, root: Path = ROOT) -> list[Mutant]:
-    """So many faults; a greater number begins with the same ones in each folder."""
+def draw(seed: int, number: int, folders: Sequence[str] = FOLDERS, root: Path = ROOT) -> list[Mutant]:
+    """So many faults; a greater number has the same ones and more in each folder."""
     chosen: list[Mutant] = []
-    candidates = {folder: _candidates(root, folder) for folder in FOLDERS}
+    candidates = {folder: _candidates(root, folder) for folder in folders}
     for folder, quota in _quotas({folder: len(found) for folder, found in candidates.items()}, number).items():
         found = candidates[folder]
         random.Random(f"{seed} {folder}").shuffle(found)
@@ -177,24 +177,22 @@ def _recording(file: str, size: int) -> Callable[[runs.Copy], Any]:
 
 
 def _quiet(copy: runs.Copy, files: Iterable[str]) -> list[str]:
+    quiet = ["-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", "-p", "no:xdist"]
     examples = any(file.startswith("lightning_parallel/") for file in files)
-    return [
-        "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={copy.temporary / 'p'}",
-        *(["--doctest-modules"] if examples else []),
-    ]  # fmt: skip
+    return [*quiet, f"--basetemp={copy.temporary / 'p'}", *(["--doctest-modules"] if examples else [])]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def nearest(mutant: Mutant, tests: Sequence[Test]) -> list[Test]:
+def nearest(mutant: Mutant, tests: Sequence[Recorded]) -> list[Recorded]:
     """The tests that reach a fault, those first that take little time and reach little else, within the budget."""
     place: Place = (mutant.path, mutant.function, mutant.statement)
     able = [test for test in tests if place in test.reached]
     if not able and _runs_at_import(mutant):
         able = [test for test in tests if any(path == mutant.path for path, _, _ in test.reached)]
     scores = {id(test): (test.seconds + len(test.reached) / 500) * _nearness(mutant, test) for test in able}
-    chosen, spent, of_file, of_function = list[Test](), 0.0, defaultdict[str, int](int), defaultdict[str, int](int)
+    chosen, spent, of_file, of_function = list[Recorded](), 0.0, defaultdict[str, int](int), defaultdict[str, int](int)
     while able and (spent < BUDGET_S or len(chosen) < 2):
         best = min(able, key=lambda test: scores[id(test)] * (1 + 0.5 * of_file[test.file]))
         able.remove(best)
@@ -213,7 +211,7 @@ def _runs_at_import(mutant: Mutant) -> bool:
     return not mutant.function or mutant.function.rpartition(".")[2][:1].isupper()
 
 
-def _nearness(mutant: Mutant, test: Test) -> float:
+def _nearness(mutant: Mutant, test: Recorded) -> float:
     """Less for tests that are named after the module or its folder."""
     module, folder = Path(mutant.path).stem, mutant.path.split("/")[1]
     if test.file == mutant.path:
@@ -222,9 +220,7 @@ def _nearness(mutant: Mutant, test: Test) -> float:
     return 0.3 if set(module.split("_")) & set(words) else 0.6 if folder in words else 1.0
 
 
-def run_all(
-    pending: Sequence[Mutant], tests: Sequence[Test], results: Results, folder: Path, jobs: int
-) -> None:
+def run_all(pending: Sequence[Mutant], tests: Sequence[Recorded], results: Results, folder: Path, jobs: int) -> None:
     """Run faults, so many at a time, and keep what became of each."""
     free, ahead, active = [runs.Copy(ROOT, folder / f"c{i}") for i in range(jobs)], list(pending), list[runs.Run]()
     for copy in free:
@@ -259,7 +255,7 @@ def _without_report(run: runs.Run) -> str:
     return f"the time, or an end without a report: {''.join(ending)}"
 
 
-def _running(chosen: Sequence[Test]) -> Callable[[runs.Copy], Any]:
+def _running(chosen: Sequence[Recorded]) -> Callable[[runs.Copy], Any]:
     names = [name for test in chosen for name in test.names]
     limits = {name: 30 + 6 * test.seconds for test in chosen for name in test.names}
 

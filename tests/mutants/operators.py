@@ -165,7 +165,7 @@ def mutants(path: str, source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    returns = {name: hint for name, hint in _return_hints(tree.body, "")}
+    returns = dict(_return_hints(tree.body, ""))
     for statement in statements(tree):
         if statement.only_gpu:
             continue
@@ -176,7 +176,15 @@ def mutants(path: str, source: bytes) -> list[Mutant]:
             if before == after:
                 continue
             mutant = Mutant(
-                path, statement.function, statement.number, node.lineno, operator, start, end, before, after  # type: ignore[attr-defined]
+                path,
+                statement.function,
+                statement.number,
+                node.lineno,
+                operator,
+                start,
+                end,
+                before,
+                after,  # type: ignore[attr-defined]
             )
             twin = seen[mutant.key] = seen.get(mutant.key, -1) + 1
             found.append(Mutant(**{**asdict(mutant), "twin": twin}))

@@ -24,16 +24,16 @@ from tests.mutants.operators import bodies, statements
 
 Place = tuple[str, str, int]  # file, function, the statement's number
 
-_SEEN = '''
+_SEEN = """
 import mmap, os
 with open(os.environ["MUTANTS_SEEN"], "r+b") as file:
     seen = mmap.mmap(file.fileno(), 0)
-'''
+"""
 _SHARED = re.compile(r"scope=\"module\"|^@cache|^SUITE = |Suite\(", re.M)  # what tests of a file run once, for several
 
 
 @dataclass
-class Test:
+class Recorded:
     """A test, or several that share what they run.
 
     Args:
@@ -151,24 +151,24 @@ class Records:
         partial.write_text(json.dumps({"functions": list(table), "tests": by_function}))
         partial.rename(self.path_of(file))
 
-    def tests(self, files: Iterable[str]) -> list[Test]:
+    def tests(self, files: Iterable[str]) -> list[Recorded]:
         """The tests that passed, those together that share what they run."""
-        found: list[Test] = []
+        found: list[Recorded] = []
         for file in files:
             if self.path_of(file).exists():
                 found += self._tests_of(file)
         return found
 
-    def _tests_of(self, file: str) -> list[Test]:
+    def _tests_of(self, file: str) -> list[Recorded]:
         record = json.loads(self.path_of(file).read_text())
         functions = [tuple(name.split("::")) for name in record["functions"]]
         shared = bool(_SHARED.search((self.root / file).read_text()))
-        groups: dict[str, Test] = {}
+        groups: dict[str, Recorded] = {}
         for name, test in record["tests"].items():
             if not test["passed"]:
                 continue
             group = _group(name) if shared else name
-            made = groups.setdefault(group, Test([]))
+            made = groups.setdefault(group, Recorded([]))
             made.names.append(name)
             made.seconds += test["seconds"]
             made.reached |= {
@@ -227,7 +227,7 @@ _IMPORTS = (
     "torch.distributed.checkpoint", "torch.distributed.pipelining", "torch._dynamo", "torch.testing", "torchmetrics",
     "torchmetrics.classification", "lightning", "lightning.pytorch", "lightning.pytorch.cli",
     "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.demos.boring_classes", "scipy.stats",
-    "matplotlib.pyplot", "zmq", "yaml", "jsonargparse", "tensorboard", "tensorboardX", "transformers", "sklearn.datasets",
-    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "matplotlib.pyplot", "zmq", "yaml", "jsonargparse", "tensorboard", "tensorboardX", "transformers",
+    "sklearn.datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
     "transformers.models.bert.modeling_bert", "deepspeed", "safetensors.torch", "nbformat",
 )  # fmt: skip

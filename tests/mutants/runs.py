@@ -46,7 +46,15 @@ class Copy:
 
     def compile(self) -> None:
         """Byte code that is checked by the text's hash: a fault changes the text within the same second."""
-        command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "lightning_parallel"]
+        command = [
+            sys.executable,
+            "-m",
+            "compileall",
+            "-q",
+            "--invalidation-mode",
+            "checked-hash",
+            "lightning_parallel",
+        ]
         subprocess.run(command, cwd=self.folder, check=True)
 
     def enter(self) -> None:

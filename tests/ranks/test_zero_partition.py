@@ -347,6 +347,28 @@ def test_ranks_that_own_nothing():
     assert [sum(of) for of in owned] == [1, 1, 0, 0]
 
 
+def empty_parameters(rank: int, stage: int) -> None:
+    """A layer of no features, last and so the first in a bucket, and one whose dtype no other parameter has."""
+    models = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0), nn.Linear(0, 1, bias=False).double()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    partition = Partition(models[0], optimizers[:1], Ranks(rank, 2), Options(stage=stage))
+    for _ in range(2):
+        with partition.reducer.backward():
+            models[0][0](torch.ones(2, 3)).sum().backward()
+        models[1][0](torch.ones(2, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_empty_parameters_have_a_place(stage: int):
+    run_ranks(empty_parameters, 2, stage)
+
+
 @pytest.mark.parametrize("message_bytes", [1, 24, 1000])
 def test_averages_in_messages(message_bytes: int):
     """Of one tensor, of some, of all of a dtype: numbers of ranks are averaged, also where they lie apart in memory."""

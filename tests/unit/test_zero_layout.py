@@ -23,6 +23,7 @@ def test_a_bucket_is_filled_to_the_last_byte(nbytes: list[int], limit: int, want
 
 def test_buckets_end_where_the_key_changes():
     assert fill_buckets("aabba", [4] * 5, 100) == [[0, 1], [2, 3], [4]]
+    assert fill_buckets("abb", [4, 0, 4], 100) == [[0], [1, 2]]  # an empty parameter is of its own dtype's bucket
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
