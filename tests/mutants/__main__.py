@@ -110,7 +110,7 @@ def draw(seed: int, number: int, folders: Sequence[str] = FOLDERS, root: Path = 
 
 
 def _candidates(root: Path, folder: str) -> list[Mutant]:
-    left_out = _explained()["only_gpu"]
+    left_out = _explained()["elsewhere"]
     return [
         mutant
         for path in operators.files(root, [folder])
@@ -325,7 +325,7 @@ def _explained() -> dict[str, Any]:
 
 def tell(drawn: Sequence[Mutant], results: Results) -> int:
     """Print survivors and the share of killed ones by folder; 0 if all is well."""
-    reasons = {entry["mutant"]: entry["reason"] for entry in _explained()["survivors"]}
+    reasons: dict[str, str] = _explained()["survivors"]
     found = {mutant: results.of(mutant) for mutant in drawn}
     survivors = [mutant for mutant, result in found.items() if result is not None and not result["killed"]]
     for mutant in survivors:
