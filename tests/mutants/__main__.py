@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record(missing, records, Path(folder), options.jobs)
             if not options.record_only:
                 pending = [mutant for mutant in drawn if _is_to_run(mutant, results, options)]
-                run_all(pending, records.tests(files), results, Path(folder), options.jobs)
+                run_all(pending, records.tests(files), results, Path(folder), options.jobs, options.budget)
     return 0 if options.record_only else tell(drawn, results)
 
 
@@ -72,6 +72,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--number", type=int, default=200, help="of faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of tests for a fault")
     parser.add_argument("--again", choices=("survivors", "all"), help="run those again that were run")
     parser.add_argument("--only", default="", help="only faults whose key holds this text")
     parser.add_argument("--output", type=Path, default=ROOT / ".mutants", help="folder of records and results")
@@ -185,7 +186,7 @@ def _quiet(copy: runs.Copy, files: Iterable[str]) -> list[str]:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def nearest(mutant: Mutant, tests: Sequence[Recorded]) -> list[Recorded]:
+def nearest(mutant: Mutant, tests: Sequence[Recorded], budget: float = BUDGET_S) -> list[Recorded]:
     """The tests that reach a fault, those first that take little time and reach little else, within the budget."""
     place: Place = (mutant.path, mutant.function, mutant.statement)
     able = [test for test in tests if place in test.reached]
@@ -193,7 +194,7 @@ def nearest(mutant: Mutant, tests: Sequence[Recorded]) -> list[Recorded]:
         able = [test for test in tests if any(path == mutant.path for path, _, _ in test.reached)]
     scores = {id(test): (test.seconds + len(test.reached) / 500) * _nearness(mutant, test) for test in able}
     chosen, spent, of_file, of_function = list[Recorded](), 0.0, defaultdict[str, int](int), defaultdict[str, int](int)
-    while able and (spent < BUDGET_S or len(chosen) < 2):
+    while able and (spent < budget or len(chosen) < 2):
         best = min(able, key=lambda test: scores[id(test)] * (1 + 0.5 * of_file[test.file]))
         able.remove(best)
         function = best.names[0].partition("[")[0]
@@ -201,7 +202,7 @@ def nearest(mutant: Mutant, tests: Sequence[Recorded]) -> list[Recorded]:
             continue
         of_file[best.file] += 1
         of_function[function] += 1
-        if spent + best.seconds <= 2 * BUDGET_S or not chosen:
+        if spent + best.seconds <= 2 * budget or not chosen:
             chosen.append(best)
             spent += best.seconds
     return chosen
@@ -228,7 +229,7 @@ def run_all(pending: Sequence[Mutant], tests: Sequence[Recorded], results: Resul
     while ahead or active:
         while ahead and free:
             mutant, copy = ahead.pop(0), free.pop()
-            chosen = nearest(mutant, tests)
+            chosen = nearest(mutant, tests, budget)
             if not chosen:
                 results.add(mutant, killed=False, by="no test reaches it", seconds=0.0, tests=0)
                 free.append(copy)
@@ -245,9 +246,15 @@ def run_all(pending: Sequence[Mutant], tests: Sequence[Recorded], results: Resul
             names = sum(len(test.names) for test in chosen)
             killed = report is None or report["failed"] is not None
             by = report["failed"] if report is not None else _without_report(run)
-            results.add(mutant, killed=killed, by=by, seconds=round(seconds, 1), tests=names)
+            results.add(mutant, killed=killed, by=by, why=_why(run), seconds=round(seconds, 1), tests=names)
             what = f"killed by {by}" if killed else f"SURVIVED {names} tests"
             print(f"{len(ahead) + len(active)} to come; {seconds:.0f} s; {mutant.key}\n    {what}", flush=True)
+
+
+def _why(run: runs.Run) -> str:
+    """The first error that pytest printed."""
+    lines = run.output.read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith("E  ")), "")
 
 
 def _without_report(run: runs.Run) -> str:

@@ -148,6 +148,14 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
         causal,
         2 * 7 + 2,
     ),
+    "llama, one head of keys, repeated": (  # for each head of queries, by a number of the module's own
+        lambda: build(
+            "LlamaForCausalLM",
+            {**DECODER, "num_key_value_heads": 1, "vocab_size": 17, "attn_implementation": "eager"},
+        ),
+        causal,
+        2 * 7 + 2,
+    ),
     "qwen3, one head of keys": (
         lambda: build("Qwen3ForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17, "head_dim": 8}),
         causal,
@@ -220,6 +228,7 @@ QUICK = (
     "gpt2",
     "llama",
     "llama, one head of keys",
+    "llama, one head of keys, repeated",
     "bert",
     "t5",
     "mixtral",

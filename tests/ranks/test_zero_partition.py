@@ -347,16 +347,25 @@ def test_ranks_that_own_nothing():
     assert [sum(of) for of in owned] == [1, 1, 0, 0]
 
 
+class WithNothing(nn.Module):
+    """Has empty parameters: one registered last, which so comes first in a bucket, and one alone of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.layer = nn.Linear(3, 2)
+        self.last = nn.Parameter(torch.zeros(0, 4))
+
+
 def empty_parameters(rank: int, stage: int) -> None:
-    """A layer of no features, last and so the first in a bucket, and one whose dtype no other parameter has."""
-    models = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0), nn.Linear(0, 1, bias=False).double()) for _ in range(2)]
+    models = [WithNothing(), WithNothing()]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     partition = Partition(models[0], optimizers[:1], Ranks(rank, 2), Options(stage=stage))
     for _ in range(2):
         with partition.reducer.backward():
-            models[0][0](torch.ones(2, 3)).sum().backward()
-        models[1][0](torch.ones(2, 3)).sum().backward()
+            models[0].layer(torch.ones(2, 3)).sum().backward()
+        models[1].layer(torch.ones(2, 3)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
