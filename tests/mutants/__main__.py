@@ -228,7 +228,9 @@ def _nearness(mutant: Mutant, test: Recorded) -> float:
     return 0.3 if set(module.split("_")) & set(words) else 0.6 if folder in words else 1.0
 
 
-def run_all(pending: Sequence[Mutant], tests: Sequence[Recorded], results: Results, folder: Path, jobs: int) -> None:
+def run_all(
+    pending: Sequence[Mutant], tests: Sequence[Recorded], results: Results, folder: Path, jobs: int, budget: float
+) -> None:
     """Run faults, so many at a time, and keep what became of each."""
     free, ahead, active = [runs.Copy(ROOT, folder / f"c{i}") for i in range(jobs)], list(pending), list[runs.Run]()
     for copy in free:
