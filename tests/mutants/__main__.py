@@ -43,7 +43,7 @@ FOLDERS = ("zero", "parallel", "failure", "checkpoint", "trainer", "pipeline", "
 ROOT = Path(__file__).resolve().parents[2]
 KILLED_SHARE = 0.9
 BUDGET_S = 20.0  # of tests, for a fault
-VARIANTS = 3  # tests of one function with other parameters
+VARIANTS = 6  # tests of one function with other parameters, at that budget
 RECORD_LIMIT_S = 1200.0
 
 
@@ -205,7 +205,7 @@ def nearest(mutant: Mutant, tests: Sequence[Recorded], budget: float = BUDGET_S)
         best = min(able, key=lambda test: scores[id(test)] * (1 + 0.5 * of_file[test.file]))
         able.remove(best)
         function = best.names[0].partition("[")[0]
-        if len(best.names) == 1 and of_function[function] >= VARIANTS:
+        if len(best.names) == 1 and of_function[function] >= VARIANTS * budget / BUDGET_S:
             continue
         of_file[best.file] += 1
         of_function[function] += 1
