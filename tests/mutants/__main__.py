@@ -216,7 +216,7 @@ def nearest(mutant: Mutant, tests: Sequence[Recorded], budget: float = BUDGET_S)
 
 
 def _runs_at_import(mutant: Mutant) -> bool:
-    return not mutant.function or mutant.function.rpartition(".")[2][:1].isupper()
+    return not mutant.function or operators.is_in_a_class(mutant.function)
 
 
 def _nearness(mutant: Mutant, test: Recorded) -> float:

@@ -239,7 +239,7 @@ def of_statement(node: ast.stmt, function: str, returns: dict[str, str]) -> Iter
             yield node, "removed assignment", "pass"
         if _SECONDS.search(" ".join(ast.unparse(target) for target in node.targets)):
             return
-    elif isinstance(node, ast.AnnAssign) and _SECONDS.search(ast.unparse(node.target)):
+    elif isinstance(node, ast.AnnAssign) and (is_in_a_class(function) or _SECONDS.search(ast.unparse(node.target))):
         return
     elif isinstance(node, ast.Return) and node.value is not None:
         yield from _returns(node, returns.get(function, ""))
@@ -249,6 +249,11 @@ def of_statement(node: ast.stmt, function: str, returns: dict[str, str]) -> Iter
         if isinstance(node, (ast.If, ast.While)):
             yield from _negated(node.test)
         yield from _in_expression(expression)
+
+
+def is_in_a_class(function: str) -> bool:
+    """Whether a statement lies in the body of a class itself: the default of a field, as that of an argument."""
+    return function.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def _is_listing(node: ast.Assign | ast.AnnAssign) -> bool:
