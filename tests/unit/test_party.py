@@ -76,3 +76,29 @@ def test_a_rank_that_has_finished_may_be_silent(hub: tuple[Hub, Line]):
     rank_0, _ = hub
     rank_0.peers[1].status, rank_0.peers[1].finished = Status(1, 0, ("another host", 1)), True
     assert rank_0.silence(rank_0.peers[1].heard + 2 * rank_0.patience.stale_s) is None
+
+
+def test_rank_0_is_alone_once_everybody_has_left_or_is_cut_off(hub: tuple[Hub, Line]):
+    rank_0, line = hub
+    assert not rank_0.alone(), "rank 1 is there"
+    rank_0.peers[1].finished = True
+    assert rank_0.alone(), "it said goodbye"
+    rank_0.peers[1].finished = False
+    line.close()
+    hears(rank_0)
+    assert rank_0.alone(), "its connection has ended"
+    rank_0.world_size = 3
+    assert not rank_0.alone(), "rank 2 has not come yet"
+
+
+def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[Hub, Line]):
+    rank_0, _ = hub
+    peer, stale_s = rank_0.peers[1], rank_0.patience.stale_s
+    peer.status = Status(1, 0, ("another host", 1))
+    now = time.monotonic()
+    peer.heard, rank_0.looked = now - 2 * stale_s, now - stale_s / 4
+    rank_0._excuse_own_sleep()
+    assert rank_0.silence(now) is not None, "rank 0 has looked all the time"
+    rank_0.looked = now - stale_s
+    rank_0._excuse_own_sleep()
+    assert rank_0.silence(now) is None and peer.heard >= now
