@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import Peer, Status
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.roll import _REMEDY, Hub
+from lightning_parallel.failure.roll import _REMEDY, Hub, Spoke
 from lightning_parallel.failure.wire import Line
 
 NOBODY = ("", 0)
@@ -102,3 +104,28 @@ def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[Hub, Line])
     rank_0.looked = now - stale_s
     rank_0._excuse_own_sleep()
     assert rank_0.silence(now) is None and peer.heard >= now
+
+
+def test_a_rank_that_comes_late_hears_what_it_missed():
+    """The first failure, and that rank 0 has left."""
+    store, (wake, other) = dist.HashStore(), socket.socketpair()
+    wake.setblocking(False)
+    hub = Hub(Status(0, 1, NOBODY), Patience(), 2).open("127.0.0.1", store, "watch")
+    hub.report(Failure(0, 1, headline="stage 1 (rank 0) failed").to_bytes())
+    hub.leave()
+    spoke = Spoke(Status(1, 0, NOBODY), Patience(), 2).open(store, "watch")
+    deadline = time.monotonic() + 10
+    while not hub.peers and time.monotonic() < deadline:
+        hub.poll(0.1, wake)
+    while not (spoke.failure and spoke.peers[0].finished) and time.monotonic() < deadline:
+        spoke.poll(0.1, wake)
+    assert spoke.failure is not None and spoke.failure.headline == "stage 1 (rank 0) failed"
+    assert spoke.peers[0].finished
+    assert not hub.settled(), "rank 1's confirmations have not been heard"
+    while not hub.settled() and time.monotonic() < deadline:
+        hub.poll(0.1, wake)
+    assert hub.settled()
+    for end in (hub, spoke):
+        end.close()
+    for end_of_wake in (wake, other):
+        end_of_wake.close()
