@@ -5,7 +5,7 @@ comments) stays as it is. Statements are numbered within their function, by whic
 
 Left out, since no test is to see them: docstrings, annotations, texts of messages, warnings and logs, `__repr__`,
 blocks of TYPE_CHECKING, decorators, defaults (a snapshot of signatures holds those), assertions, seconds of timeouts,
-and statements that run only with a GPU.
+colours of pictures, and statements that run only with a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _ATTRIBUTES = {
 _DROPPED_METHODS = {"clone", "detach", "abs", "float"}
 _WARNS = re.compile(r"warn|\blog(ger)?\b|info|debug|print|breakpoint|rank_zero_")
 _SECONDS = re.compile(r"timeout|_s$|_ms$|seconds|interval|patience|retries|attempts|backlog|_BYTES$|size_limit", re.I)
-_NO_RESULT = re.compile(r"timeout|_s$|strict|maxsize|stacklevel|non_blocking|daemon|^name$|msg|message|category|repr")
+_NO_RESULT = re.compile(
+    r"timeout|_s$|strict|maxsize|stacklevel|non_blocking|daemon|^name$|msg|message|category|repr"
+    r"|colors?$|alpha|linewidth|^lw$|fontsize|zorder|^dpi$|^[hv]a$|rotation|frameon"  # looks of pictures
+)
 _ONLY_GPU = re.compile(r"cuda|nccl|[Ss]tream|pin_memory|non_blocking|synchronize")
 _ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "range", "zip", "super", "cast", "partial"}
 
