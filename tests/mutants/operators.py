@@ -349,8 +349,13 @@ def _has_text(node: ast.BinOp) -> bool:
                for n in ast.walk(node))  # fmt: skip
 
 
+def _is_unseen(name: str) -> bool:
+    """Whether the keyword of an argument is one that no test is to see."""
+    return bool(_SECONDS.search(name) or _NO_RESULT.search(name))
+
+
 def _of_constant(node: ast.Constant, name: str) -> Iterator[Found]:
-    if _SECONDS.search(name) or _NO_RESULT.search(name):
+    if _is_unseen(name):
         return
     if isinstance(node.value, bool):
         yield node, "constant", str(not node.value)
@@ -366,7 +371,7 @@ def _of_call(node: ast.Call) -> Iterator[Found]:
     if isinstance(node.func, ast.Attribute) and node.func.attr in _DROPPED_METHODS and not node.args:
         yield node, "dropped method", ast.unparse(node.func.value)
     for keyword in node.keywords:
-        if keyword.arg is not None and not _NO_RESULT.search(keyword.arg) and called not in ("dataclass", "field"):
+        if keyword.arg is not None and not _is_unseen(keyword.arg) and called not in ("dataclass", "field"):
             rest = [other for other in node.keywords if other is not keyword]
             yield node, "dropped argument", ast.unparse(ast.Call(node.func, node.args, rest))
     plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
