@@ -37,7 +37,7 @@ _ATTRIBUTES = {
     "zeros_like": "ones_like", "amax": "amin", "amin": "amax", "floor": "ceil", "ceil": "floor",
 }  # fmt: skip
 _DROPPED_METHODS = {"clone", "detach", "abs", "float"}
-_WARNS = re.compile(r"warn|\blog(ger)?\b|info|debug|print|breakpoint|rank_zero_")
+_WARNS = re.compile(r"warn|sleep|\blog(ger)?\b|info|debug|print|breakpoint|rank_zero_")
 _SECONDS = re.compile(r"timeout|_s$|_ms$|seconds|interval|patience|retries|attempts|backlog|_BYTES$|size_limit", re.I)
 _NO_RESULT = re.compile(
     r"timeout|_s$|strict|maxsize|stacklevel|non_blocking|daemon|^name$|msg|message|category|repr"
