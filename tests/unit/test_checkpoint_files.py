@@ -35,7 +35,7 @@ def test_tensors_are_put_where_the_reader_says(path: Path):
 
 
 def test_what_loops_keep_outlives_the_file(path: Path):
-    """Weights and optimizer states lie in the file, which may be written to by whoever saves next; the rest does not."""
+    """Weights and optimizer states lie in the file, which whoever saves next writes to; the rest does not."""
     read, kept = files.read(path), files.read_checkpoint(path)
     torch.testing.assert_close(kept, VALUE)
     assert kept["loops"]["at"].untyped_storage().nbytes() == VALUE["loops"]["at"].nbytes
