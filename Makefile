@@ -9,6 +9,7 @@
 # make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why
 # make test-versions VERSIONS="lowest 2.11 newest"   `make test` with other versions of torch (and of Lightning:
 #                    "2.11+2.6.1"), each in an environment of its own that is removed after it (up to 8 GB on disk)
+# make mutants put 200 faults into the package, one at a time, and list those that no test sees; SEED=1 draws others
 # make check   formatting, lint, types, import rule
 #
 # Each makes its own .venv on a fresh machine; nothing has to be installed first but Python >= 3.11. With
@@ -23,8 +24,11 @@ JOBS ?= 2
 STAMP := $(if $(filter .venv,$(VENV)),$(VENV)/.installed)
 VERSIONS ?= lowest 2.11 newest
 STRATEGIES ?= pipeline zero_2 hybrid parameter_server
+SEED ?= 0
+NUMBER ?= 200
 
-.PHONY: demo test test-slow test-vision test-notebooks test-lightning test-all test-gpu test-versions check format clean
+.PHONY: demo test test-slow test-vision test-notebooks test-lightning test-all test-gpu test-versions mutants check format clean
+
 demo: $(STAMP)
 	$(BIN)/python -m lightning_parallel.demo
 
@@ -40,6 +44,7 @@ test-vision: $(VENV)/vision/.installed
 test-lightning: build/lightning_suite/site/.installed
 	PYTHONPATH=build/lightning_suite/site $(BIN)/python -m tests.lightning_suite.run --source "$(LIGHTNING_SOURCE)" \
 		--strategies $(STRATEGIES) --workers $(JOBS)
+
 test-notebooks: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow" tests/notebooks
 
@@ -51,6 +56,9 @@ test-gpu: $(STAMP)
 
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS) --jobs $(JOBS)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --seed $(SEED) --number $(NUMBER) --jobs $(JOBS) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
 The one idea: neighbouring parameters lie in one flat vector, a bucket, and rank r owns the r-th part of each bucket.
 A part may begin and end inside a parameter, so that all parts are equal whatever the shapes are. Parameters begin at
-multiples of 16 bytes, which kernels want; what that and the last rank's end add is padding, and is counted.
+multiples of 16 bytes, which kernels want; what that and the last rank's end add is padding.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class Layout:
         """Elements of the bucket, padding included."""
         return self.part * self.ranks
 
-    @property
-    def padding(self) -> int:
-        """Elements of the bucket that belong to no parameter."""
-        return self.numel - sum(self.numels)
-
     def piece(self, index: int, rank: int) -> tuple[int, int]:
         """The elements of a flattened parameter that a rank owns, from and to; nothing is (0, 0).
 
@@ -63,8 +58,8 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
 
     Example:
         >>> layout = lay_out([10, 3], ranks=2, itemsize=4)
-        >>> layout.offsets, layout.part, layout.padding
-        ((0, 12), 8, 3)
+        >>> layout.offsets, layout.part, layout.numel
+        ((0, 12), 8, 16)
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     offsets, end = [], 0
@@ -92,7 +87,7 @@ def fill_buckets(keys: Sequence[Hashable], nbytes: Sequence[int], limit: int) ->
     """
     buckets: list[list[int]] = []
     for _, neighbours in groupby(range(len(keys)), key=lambda i: keys[i]):
-        room = 0
+        room = -1  # an empty parameter needs a bucket too
         for i in neighbours:
             if nbytes[i] > room:
                 buckets.append([])

@@ -124,7 +124,9 @@ class Grouped(nn.Module):
 
 
 def grouped(keys: int) -> nn.Module:
-    return nn.Sequential(nn.Embedding(17, 16), Grouped(keys), nn.LayerNorm(16), Grouped(keys), nn.Linear(16, 17))
+    padded = nn.Embedding(17, 16, padding_idx=12)  # which a later rank has: its row gets no gradient
+    assert (TOKENS == 12).any()
+    return nn.Sequential(padded, Grouped(keys), nn.LayerNorm(16), Grouped(keys), nn.Linear(16, 17))
 
 
 def next_tokens(model: nn.Module) -> Tensor:
@@ -143,6 +145,14 @@ MODELS: dict[str, tuple[Make, Loss, int]] = {  # and how many parameters are cut
     ),
     "llama, one head of keys": (
         lambda: build("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 1, "vocab_size": 17}),
+        causal,
+        2 * 7 + 2,
+    ),
+    "llama, one head of keys, repeated": (  # for each head of queries, by a number of the module's own
+        lambda: build(
+            "LlamaForCausalLM",
+            {**DECODER, "num_key_value_heads": 1, "vocab_size": 17, "attn_implementation": "eager"},
+        ),
         causal,
         2 * 7 + 2,
     ),
@@ -218,6 +228,7 @@ QUICK = (
     "gpt2",
     "llama",
     "llama, one head of keys",
+    "llama, one head of keys, repeated",
     "bert",
     "t5",
     "mixtral",

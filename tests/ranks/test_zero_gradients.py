@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient
+from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient, total_norm
 from lightning_parallel.zero.partition import Options, Partition
 from lightning_parallel.zero.ranks import Ranks
 from tests.harness import run_ranks
@@ -70,6 +70,25 @@ def changed(rank: int, stage: int) -> None:
 def test_whole_tensors_meet_a_rank_s_part_of_gradients(stage: int):
     """`grad.add_(parameter)` outside of a backward was taken for a gradient that waits to be reduced, and was lost."""
     run_ranks(changed, 2, stage)
+
+
+def norms_of(rank: int, own: list[list[float]], whole: list[list[float]], orders: list[float]) -> list[Tensor]:
+    parts = [ShardedGradient(torch.tensor(own[rank]), torch.zeros(sum(map(len, own))))]
+    gradients = [*parts, *(torch.tensor(values) for values in whole)]
+    return [total_norm(gradients, order, None) for order in orders]
+
+
+@pytest.mark.parametrize("own", [[[3.0], []], [[], [3.0]], [[1.0, 2.0], [2.0]]], ids=["first", "last", "both"])
+def test_norms_of_divided_and_whole_gradients_are_joined_by_their_order(own: list[list[float]]):
+    """3 of what is divided and 4 of what is whole make 5; a rank that owns nothing asks the others all the same."""
+    orders = [2.0, float("inf")]
+    for norms in run_ranks(norms_of, 2, own, [[4.0]], orders):
+        torch.testing.assert_close(norms, [torch.tensor(5.0), torch.tensor(4.0)])
+
+
+def test_norms_of_divided_gradients_alone_and_of_other_orders():
+    for norms in run_ranks(norms_of, 2, [[1.0, 2.0], [2.0]], [], [2.0, 1.0, 3.0]):
+        torch.testing.assert_close(norms, [torch.tensor(3.0), torch.tensor(5.0), torch.tensor(17.0 ** (1 / 3))])
 
 
 def step_by_hand(p: Tensor, gradient: Tensor) -> Any:

@@ -347,6 +347,37 @@ def test_ranks_that_own_nothing():
     assert [sum(of) for of in owned] == [1, 1, 0, 0]
 
 
+class WithNothing(nn.Module):
+    """Has empty parameters: one registered last, which so comes first in a bucket, and one alone of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.layer = nn.Linear(3, 2)
+        self.last = nn.Parameter(torch.zeros(0, 4))
+
+
+def empty_parameters(rank: int, stage: int) -> None:
+    models = [WithNothing(), WithNothing()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    partition = Partition(models[0], optimizers[:1], Ranks(rank, 2), Options(stage=stage))
+    for _ in range(2):
+        with partition.reducer.backward():
+            models[0].layer(torch.ones(2, 3)).sum().backward()
+        models[1].layer(torch.ones(2, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_empty_parameters_have_a_place(stage: int):
+    run_ranks(empty_parameters, 2, stage)
+
+
 @pytest.mark.parametrize("message_bytes", [1, 24, 1000])
 def test_averages_in_messages(message_bytes: int):
     """Of one tensor, of some, of all of a dtype: numbers of ranks are averaged, also where they lie apart in memory."""

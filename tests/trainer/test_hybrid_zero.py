@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as of_lightning
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.strategies import HybridStrategy, ZeROStrategy
+from lightning_parallel.zero.gradient import ShardedGradient
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.modules import Classifier, row_loader
@@ -268,6 +269,23 @@ def test_every_factorization_of_four_ranks_is_one_process(schedule: str, data: i
     reference = one_process(case)
     for mesh, records in zip(meshes, on_meshes([(case, mesh) for mesh in meshes], timeout=200.0), strict=True):
         assert_one_process(records, reference, mesh)
+
+
+class Between(Callback):
+    """Looks at gradients between two batches that accumulate: whether they are whole."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 0:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            self.whole = {not isinstance(gradient, ShardedGradient) for gradient in gradients}
+
+
+def test_gradients_that_accumulate_are_divided_from_stage_2_on():
+    """Stage 1 holds them whole until the step, stage 2 no more than a part, also between batches."""
+    looked = lambda trainer, module: next(c.whole for c in trainer.callbacks if isinstance(c, Between))  # noqa: E731
+    case = gpt_case(accumulate_grad_batches=2, callbacks=lambda: [Between()], max_steps=1).but(at_end=looked)
+    stages = on_meshes([(case, Mesh(2, 1, 1, {"zero_stage": stage})) for stage in (1, 2)])
+    assert [[record.extra for record in records] for records in stages] == [[{True}] * 2, [{False}] * 2]
 
 
 class Alone(Classifier):

@@ -1,5 +1,6 @@
 """A pipeline trains what one process trains: losses, weights, optimizer state and everything logged, on every rank."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -295,6 +296,34 @@ def test_what_a_step_logs():
         } <= record.final.keys()
         assert record.final["callback/val_rows"] == 24 and record.final["callback/rows"] == 24
         assert "logged/bar" not in record.final and "bar/plain" not in record.final
+
+
+class Sometimes(Classifier):
+    """Logs a key in the micro-batches whose first row says so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        if x[0, 0] > 0:
+            self.log("some", x[0, 1])
+            self.log("number", float(x[0, 1]))
+        return self.loss(batch)
+
+
+def flagged(num_rows: int, first_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    x, y = rows([num_rows])[0]
+    x[:, 0], x[:, 1] = -1.0, torch.arange(float(num_rows))
+    x[list(first_rows), 0] = 1.0
+    return x, y
+
+
+def test_a_key_of_some_micro_batches_is_their_mean():
+    """By their rows, as every mean of a step: 2 and 4 of micro-batches of two rows; 2 of two rows and 6 of one."""
+    batches = [flagged(8, (2, 4)), flagged(7, (2, 6)), flagged(8, (0, 2, 4))]
+    wanted = [(2 + 4) / 2, (2 * 2 + 6) / 3, (0 + 2 + 4) / 3]
+    case = Case(Sometimes, lambda: DataLoader(batches, batch_size=None), validate=False)
+    for record in on_stages(case, 2):
+        for key in ("logged/some", "logged/number"):
+            assert [metrics[key].item() for metrics in record.metrics] == pytest.approx(wanted), key
 
 
 # -- the Trainer's options ---------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import Peer, Status
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.roll import _REMEDY, Hub
+from lightning_parallel.failure.roll import _REMEDY, Hub, Spoke
 from lightning_parallel.failure.wire import Line
 
 NOBODY = ("", 0)
@@ -58,3 +60,72 @@ def test_ranks_part_when_the_last_has_come(hub: tuple[Hub, Line]):
     line.send(("done", None))
     hears(rank_0)
     assert rank_0.part() and line.receive() == [("done", None)]
+
+
+@pytest.mark.parametrize(("silent", "is_lost"), [(0.95, False), (1.0, True)])
+def test_a_rank_of_another_host_may_be_silent_for_all_of_the_patience(hub, silent: float, is_lost: bool):
+    """Whether it computes cannot be seen from here, so its silence alone counts: not before `stale_s`."""
+    rank_0, _ = hub
+    peer, patience = rank_0.peers[1], rank_0.patience
+    peer.status = Status(1, 0, ("another host", 1))
+    failure = rank_0.silence(peer.heard + silent * patience.stale_s)
+    assert (failure is not None) == is_lost
+    if failure is not None:
+        assert failure.headline == "lost rank 1 (stage 0): not heard of for 12 s (stopped, or its host is gone)"
+
+
+def test_a_rank_that_has_finished_may_be_silent(hub: tuple[Hub, Line]):
+    rank_0, _ = hub
+    rank_0.peers[1].status, rank_0.peers[1].finished = Status(1, 0, ("another host", 1)), True
+    assert rank_0.silence(rank_0.peers[1].heard + 2 * rank_0.patience.stale_s) is None
+
+
+def test_rank_0_is_alone_once_everybody_has_left_or_is_cut_off(hub: tuple[Hub, Line]):
+    rank_0, line = hub
+    assert not rank_0.alone(), "rank 1 is there"
+    rank_0.peers[1].finished = True
+    assert rank_0.alone(), "it said goodbye"
+    rank_0.peers[1].finished = False
+    line.close()
+    hears(rank_0)
+    assert rank_0.alone(), "its connection has ended"
+    rank_0.world_size = 3
+    assert not rank_0.alone(), "rank 2 has not come yet"
+
+
+def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[Hub, Line]):
+    rank_0, _ = hub
+    peer, stale_s = rank_0.peers[1], rank_0.patience.stale_s
+    peer.status = Status(1, 0, ("another host", 1))
+    now = time.monotonic()
+    peer.heard, rank_0.looked = now - 2 * stale_s, now - stale_s / 4
+    rank_0._excuse_own_sleep()
+    assert rank_0.silence(now) is not None, "rank 0 has looked all the time"
+    rank_0.looked = now - stale_s
+    rank_0._excuse_own_sleep()
+    assert rank_0.silence(now) is None and peer.heard >= now
+
+
+def test_a_rank_that_comes_late_hears_what_it_missed():
+    """The first failure, and that rank 0 has left."""
+    store, (wake, other) = dist.HashStore(), socket.socketpair()
+    wake.setblocking(False)
+    hub = Hub(Status(0, 1, NOBODY), Patience(), 2).open("127.0.0.1", store, "watch")
+    hub.report(Failure(0, 1, headline="stage 1 (rank 0) failed").to_bytes())
+    hub.leave()
+    spoke = Spoke(Status(1, 0, NOBODY), Patience(), 2).open(store, "watch")
+    deadline = time.monotonic() + 10
+    while not hub.peers and time.monotonic() < deadline:
+        hub.poll(0.1, wake)
+    while not (spoke.failure and spoke.peers[0].finished) and time.monotonic() < deadline:
+        spoke.poll(0.1, wake)
+    assert spoke.failure is not None and spoke.failure.headline == "stage 1 (rank 0) failed"
+    assert spoke.peers[0].finished
+    assert not hub.settled(), "rank 1's confirmations have not been heard"
+    while not hub.settled() and time.monotonic() < deadline:
+        hub.poll(0.1, wake)
+    assert hub.settled()
+    for end in (hub, spoke):
+        end.close()
+    for end_of_wake in (wake, other):
+        end_of_wake.close()
