@@ -176,6 +176,9 @@ class DividedPipeline(GatheredSteps):
             with self.blocked("the other ranks at the end of the run"):
                 self._states.release()
             self._released = True
+        elif self._states is not None:
+            self._states.release(failed=True)
+            self._released = True
         super().teardown()
 
     # -- gradients --------------------------------------------------------------------------------------------------

@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.collectives import broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_module import DividedModule
 from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
 from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed_update import Update, replace_norms
+from lightning_parallel.zero.deepspeed_veil import Veil, behind_veil
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.state_shapes import refuse_states
 
 
 class DeepSpeedEngine(DividedModule):
@@ -68,12 +71,15 @@ class DeepSpeedEngine(DividedModule):
         self._update: Update | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
         self.initialize(local_rank, waiting)
+        empty = [(clean_name(n), p) for n, p in module.named_parameters()] if options.stage == 3 else []
+        self.veil = Veil(empty, self.optimizer)
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
         self._presence = Presence(self._curtain.parameters, control, waiting)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
             self._handover = self._ordered(waiting) if options.stage == 2 else None
             replace_norms(self.inner, options.stage, self._measured)
+        self.veil.draw()
 
     def _ordered(self, waiting: Waiting) -> Handover:
         """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
@@ -133,6 +139,10 @@ class DeepSpeedEngine(DividedModule):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward."""
+        with self.veil.lifted():
+            yield from self._backward()
+
+    def _backward(self) -> Iterator[None]:
         self._curtain.open()
         self.deepspeed._running_engine_backward = True  # or its hooks would take the loss for one that is divided
         self.inner.clear_backward_seen_flag()
@@ -176,6 +186,22 @@ class DeepSpeedEngine(DividedModule):
 
         return HeldScale(scaler, self._gradients, tell, self.device)
 
+    @behind_veil
+    def _step(self, **kwargs: Any) -> None:
+        self._curtain.open()
+        self._agree_on_gradients()
+        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
+        try:
+            self._take_over_writes()
+            self.deepspeed.step()
+        finally:
+            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
+            self._presence.forget()
+        assert self.optimizer is not None
+        states = self.optimizer.state
+        held = [(f.segment, states[f.segment]) for f in self.fragments.values() if f.segment in states]
+        refuse_states(self.optimizer, held, 'ZeROStrategy(engine="deepspeed")')
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.
 
@@ -190,17 +216,31 @@ class DeepSpeedEngine(DividedModule):
         if not self._has_gradients:  # as other optimizers do without gradients
             self._refuse_unseen()
             return result
-        self._curtain.open()
-        self._agree_on_gradients()
-        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
-        try:
-            if self.options.dtype == self.options.updated:
-                self.inner.refresh_fp32_params()  # a hook may have written to the parameters
-            self.deepspeed.step()
-        finally:
-            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
-            self._presence.forget()
+        self._step()
         return result
+
+    def _take_over_writes(self) -> None:
+        """Hooks may have written to parameters of stages 1 and 2: the vectors that are updated go on from there."""
+        if self.options.stage == 3:
+            return
+        self._rebind()
+        if self.options.dtype == self.options.updated:
+            self.inner.refresh_fp32_params()
+            return
+        for parameter, fragment in self.fragments.items():
+            wide = fragment.of(fragment.flat)
+            seen = parameter.detach().reshape(-1)[fragment.begin : fragment.begin + fragment.numel].to(wide.device)
+            wide.copy_(torch.where(seen == wide.to(seen.dtype), wide, seen.to(wide.dtype)))
+
+    @torch.no_grad()
+    def _rebind(self) -> None:
+        """Parameters that a hook gave other memory (`w.data = ...`) lie in DeepSpeed's vectors again."""
+        inner = self.inner
+        for flat, parameters in zip(inner.bit16_groups_flat, inner.round_robin_bit16_groups, strict=True):
+            for parameter, view in zip(parameters, inner.unflatten(flat, parameters), strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter)
+                    parameter.data = view
 
     def _agree_on_gradients(self) -> None:
         """Stage 1 reduces what it has now: all ranks have the same gradients, zeros for what another has made."""
@@ -217,6 +257,7 @@ class DeepSpeedEngine(DividedModule):
                 " Call self.manual_backward(loss)."
             )
 
+    @behind_veil
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._presence.forget()
@@ -241,7 +282,10 @@ class DeepSpeedEngine(DividedModule):
             ' the others already. Give configure_optimizers all parameters, or use engine="native".'
         )
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective;
+        after a failure nobody is asked, and parameters of which others have a part raise when they are read."""
+        self.veil.remove()
         self._presence.remove()
-        super().release()
+        self._curtain.open()
+        super().release(failed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.closed import lose
 from lightning_parallel.zero.collectives import broadcast_all
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
@@ -31,6 +33,8 @@ from lightning_parallel.zero.full_shards import STEPS
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.same_calls import SameCalls
+
+_LEFT_IN_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # attributes that DeepSpeed gives modules late
 
 
 class DividedModule(DividedStates):
@@ -121,27 +125,38 @@ class DividedModule(DividedStates):
 
         @wraps(step)
         def wrapped(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._offload.get_param_coordinator().reset_step()
-            engine._forward_prologue(args, kwargs)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                engine._forward_epilogue()
+            veil = getattr(self, "veil", None)
+            with nullcontext() if veil is None else veil.lifted():
+                self._offload.get_param_coordinator().reset_step()
+                engine._forward_prologue(args, kwargs)
+                try:
+                    return step(*args, **kwargs)
+                finally:
+                    engine._forward_epilogue()
 
         setattr(self.module, name, MethodType(wrapped, self.module))
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
-        whole, self._released = self._whole_parameters(), True
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective, but
+        after a failure."""
+        is_lost = failed and self.options.stage == 3 and self.ranks.size > 1
+        shapes = {n: (p, getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()}
+        whole, self._released = {} if is_lost else self._whole_parameters(), True
         self.deepspeed.destroy()
+        if is_lost:
+            whole = {parameter: torch.empty(0, dtype=parameter.dtype) for parameter, _ in shapes.values()}
         for parameter, values in whole.items():
             for name in set(vars(parameter)) - self._marks[parameter]:
                 delattr(parameter, name)
             parameter.data, parameter.grad = values, None
+        for name, (parameter, shape) in shapes.items() if is_lost else ():
+            lose(parameter, clean_name(name), shape)
         for encoder in self._nesting:
             encoder.use_nested_tensor = True
         for module in self._footprints.remove():
             module._parameters = dict(module._parameters.items())
+            for name in _LEFT_IN_STEPS:
+                vars(module).pop(name, None)
         if self.optimizer is not None:
             for name in ("step", "zero_grad", "add_param_group"):
                 vars(self.optimizer).pop(name, None)

@@ -141,10 +141,13 @@ class ShardedEngine(ShardStates):
         torch._foreach_mul_([local_of(g) for g in gradients], scale.to(local_of(gradients[0]).device))
         return norm
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host. Collective."""
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host. Collective; after a failure nobody is asked, and parameters
+        of which other ranks have shards raise when they are read."""
         for sharding in self._shardings:
-            sharding.undo()
+            sharding.undo(failed)
+        if failed:
+            return
         for name, parameter in self.module.named_parameters():
             parameter.data = parameter.data.to(self.dtypes.get(clean_name(name), parameter.dtype))
 

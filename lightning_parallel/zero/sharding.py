@@ -17,6 +17,8 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.zero.closed import lose
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.footprints import Footprints
 
 Prefetch = Literal["none", "forward", "both"]
@@ -71,9 +73,13 @@ class Sharding:
         for part in self.parts:
             part.reshard()
 
-    def undo(self) -> None:
-        """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective."""
-        whole = whole_parameters(self.module)
+    def undo(self, failed: bool = False) -> None:
+        """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective, but
+        after a failure: then a parameter is lost of which another rank has a shard."""
+        if failed:
+            for part in self.parts:
+                _put_shards_back(part)
+        whole = lost_parameters(self.module) if failed else whole_parameters(self.module)
         for module in self._footprints.remove():
             _module_state_mapping.pop(module, None)
             for name, parameter in module._parameters.items():
@@ -105,6 +111,29 @@ def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             values = parameter.full_tensor().detach().cpu().clone()
             found[parameter] = nn.Parameter(values, parameter.requires_grad)
     return found
+
+
+def lost_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """For each sharded parameter of a module one whose values raise, or a whole one where this rank has all of it."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+            whole = local.numel() == parameter.numel()
+            values = local.view(parameter.shape).clone() if whole else local.new_empty(0)
+            found[parameter] = nn.Parameter(values, parameter.requires_grad)
+            if not whole:
+                lose(found[parameter], clean_name(name), parameter.shape)
+    return found
+
+
+def _put_shards_back(part: Any) -> None:
+    """A step may have failed between a block's gather and its end: the module has its shards again, nobody is asked."""
+    state = part._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    for group in several if several is not None else [state._fsdp_param_group]:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter._setattr_on_modules(parameter.sharded_param)
 
 
 def _gather_around(module: Any, methods: Sequence[str]) -> None:
