@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT
 from lightning_parallel.pipeline.partition import Unit
 
 _CALL = ", call "
@@ -68,6 +69,21 @@ NEARER = (
     "Pass it through the blocks (as an argument of the block where the stage begins), set skip_connections=True, or"
     " choose blocks= so that producer and reader share a stage."
 )
+
+
+DERIVATIVE_OF_FREED = (
+    'The step takes a derivative (torch.autograd.grad, backward, torch.func), and gather="microbatch" frees the weights'
+    f" of a block as soon as it was called. {RUNS_IT}"
+)
+
+
+def derivative(stage: int) -> str:
+    """The step takes a derivative through a stage that another rank holds."""
+    return (
+        "The step takes a derivative (torch.autograd.grad, backward, torch.func), of which the graph of stage"
+        f" {stage} has a part: stage {stage - 1 if stage else 1} ran the rest, and what it leads to would be taken for"
+        f" zero. {RUNS_IT}"
+    )
 
 
 def moved(unit: str, stage: int) -> str:

@@ -77,7 +77,7 @@ class RunState:
         self.plain = (
             not learn and not self._recomputes_blocks and not sends_results and not going.after and cut.windows is None
         )
-        self._replaying = False
+        self._replaying, self._inside = False, 0  # how many calls of units are under way
         self._first_block = cut.layout.bounds[stage]
 
     @property

@@ -204,6 +204,8 @@ class ZeROStrategy(ZeRODivision):
             self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[assignment]
             self._load_waiting()
             self._loss_scale = scale_by_engine(self)
+        elif isinstance(self._engine, ShardedEngine):
+            self._engine.take(self.optimizers)
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin

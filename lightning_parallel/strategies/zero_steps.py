@@ -5,7 +5,7 @@ The one idea: Lightning's own steps run, and an engine is told before and behind
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,8 @@ class ZeROSteps(ZeROCheckpoints):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.begin_step()
-        return super().training_step(*args, **kwargs)
+        with self.engine.looking_at_steps():
+            return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; gradients are reduced while it runs, before `on_after_backward`."""
@@ -65,18 +66,21 @@ class ZeROSteps(ZeROCheckpoints):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
-        output = super().validation_step(*args, **kwargs)
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().validation_step(*args, **kwargs)
         self._free_gathered()
         return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        output = super().test_step(*args, **kwargs)
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().test_step(*args, **kwargs)
         self._free_gathered()
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        output = super().predict_step(*args, **kwargs)
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().predict_step(*args, **kwargs)
         self._free_gathered()
         return output

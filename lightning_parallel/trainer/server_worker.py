@@ -125,8 +125,8 @@ class ServerWorker:
         if self.is_overwritten:
             raise ValueError(
                 "A hook has written to parameters (a clamp, load_state_dict, an average) since they were read from the"
-                " servers, which hold the weights: the next read would undo it. Use ZeROStrategy(stage=1), which trains"
-                " on with what hooks write; or do it before fit, or in the module's forward (torch.nn.utils.parametrize)."
+                " servers, which hold the weights: the next read would undo it. Use ZeROStrategy(stage=1), which goes"
+                " on from what hooks write; or do it before fit, or in a forward (torch.nn.utils.parametrize)."
             )
 
     def announce(self) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT, looked_at
 from lightning_parallel.zero.collectives import broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_module import DividedModule
@@ -115,6 +116,17 @@ class DeepSpeedEngine(DividedModule):
         return self.ranks.replicas
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def looking_at_steps(self) -> AbstractContextManager[None]:
+        """Around a step: in stage 3 derivatives that it takes itself are refused, since weights have been freed."""
+        return nullcontext() if self.options.stage < 3 else looked_at(self._refuse_derivative)
+
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        if not self.deepspeed._running_engine_backward and outputs:
+            raise ValueError(
+                "The step takes a derivative (torch.autograd.grad, backward, torch.func), and DeepSpeed's stage 3 has"
+                f" freed weights that it needs behind their forward. {RUNS_IT}"
+            )
 
     def begin_step(self) -> None:
         """Before a training step.

@@ -1,5 +1,5 @@
-"""What DeepSpeed holds where a hook would read it in vain: a stage 3 parameter is empty between steps, and the states of
-the optimizer are those of DeepSpeed's vectors.
+"""What DeepSpeed holds where a hook would read it in vain: a parameter of stage 3 is empty between steps, and the
+states of the optimizer are those of DeepSpeed's vectors.
 
 An empty parameter has a norm of 0 and takes any clamp without a word. So outside of this library's own calls such a
 parameter raises when its values are read or written, and `optimizer.state` raises too.
@@ -24,9 +24,9 @@ _VALUES = (
     ' parameters use ZeROStrategy(stage=2, engine="deepspeed"), or stage=3 with engine="fsdp2".'
 )
 _STATES = (
-    'ZeROStrategy(engine="deepspeed"): the states of {name} are those of DeepSpeed\'s vectors, and this reads them as if'
-    " they were the parameters'. Call trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets the state"
-    ' dict that one process would have. Where hooks read or write states use engine="native".'
+    'ZeROStrategy(engine="deepspeed"): the states of {name} are those of DeepSpeed\'s vectors, and this reads them as'
+    " if they were the parameters'. Call trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets the"
+    ' state dict that one process would have. Where hooks read or write states use engine="native".'
 )
 _METHODS = (
     "ZeROStrategy(engine=\"deepspeed\") runs an optimizer's step on DeepSpeed's vectors, and no other method:"
@@ -71,9 +71,8 @@ class Veil:
             return
         for parameter, _ in self._kept:
             reopen(parameter)
-        if self._optimizer is not None and self._guard is not None:
-            if self._optimizer.state is self._guard:
-                self._optimizer.state = self._guard.held  # type: ignore[assignment]
+        if self._optimizer is not None and self._guard is not None and self._optimizer.state is self._guard:
+            self._optimizer.state = self._guard.held  # type: ignore[assignment]
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

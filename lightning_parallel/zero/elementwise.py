@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_parallel.zero.guarded_state import own_methods
+from lightning_parallel.zero.guarded_state import own_methods, sharers
 
 KNOWN = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam,
@@ -91,6 +91,8 @@ def refuse_coupling(optimizer: Optimizer, who: str) -> None:
 
 def _difference(optimizer: Optimizer) -> str | None:
     """Why the elements of a parameter cannot be divided, None if they can."""
+    if len(sharers(optimizer)) <= sum(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        return "it holds another optimizer with states of its own"
     [values], gradients = _trial([(4, 6)])
     halves = [values.flatten()[:_CUT], values.flatten()[_CUT:]]
     parts = [[half for [g] in gradients for half in [g.flatten()[cut]]] for cut in (slice(_CUT), slice(_CUT, None))]
@@ -121,7 +123,7 @@ def _coupling(optimizer: Optimizer) -> str | None:
 
 
 _COUPLED = "its step on one parameter depends on others (as a norm over all of them does)"
-_STILL = "its step on parameters of its own moves nothing (does it hold another optimizer?), so it cannot be tried"
+_STILL = "its step on parameters of its own moves nothing (is its learning rate 0?), so it cannot be tried"
 
 
 def _trial(shapes: list[tuple[int, int]]) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -167,11 +169,20 @@ def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
     for name in ("step", *own_methods(optimizer)):
         made.__dict__.pop(name, None)  # a scheduler's
     made.state = defaultdict(dict)
+    shares = sharers(optimizer)
     group = {name: _own(value) for name, value in optimizer.param_groups[0].items()}
     if "lr" in group and not float(group["lr"]):  # a warm-up begins
         rate = float(group.get("initial_lr", 0.0)) or 1e-2
         group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
     made.param_groups = [{**group, "params": parameters}]
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            inner = _like(value, parameters)
+            setattr(made, attribute, inner)
+            if any(value is other for other in shares):
+                made.state = inner.state
+            if value.param_groups is optimizer.param_groups:
+                made.param_groups = inner.param_groups
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return made
 

@@ -103,6 +103,12 @@ def covered(optimizer: Optimizer, guard: GuardedState) -> Iterator[None]:
         optimizer.state = guard.held  # type: ignore[assignment]
 
 
+def sharers(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it holds and shares its states with (a Lookahead around an Adam)."""
+    inner = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+    return [optimizer, *(value for value in inner if value.state is optimizer.state)]
+
+
 def own_methods(optimizer: Optimizer) -> list[str]:
     """Public methods of an optimizer that are not those of every `torch.optim.Optimizer`.
 

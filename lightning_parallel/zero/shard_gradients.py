@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.same_calls import SameCalls
+from lightning_parallel.zero.shards import groups_of
 
 
 class ShardGradients:
@@ -92,10 +93,3 @@ class ShardGradients:
             self._filled.add(parameter.sharded_param)
         else:
             self._filled.discard(parameter.sharded_param)
-
-
-def groups_of(part: Any) -> list[Any]:
-    """FSDP2's groups of the parameters that one module gathers."""
-    state = part._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.13; one or none before
-    return list(several) if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]

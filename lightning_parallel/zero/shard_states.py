@@ -6,6 +6,7 @@ wrote it. Left out: steps (``full_shards.py``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.compiled_names import clean_name
+from lightning_parallel.zero.guarded_state import GuardedState
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
+from lightning_parallel.zero.sharded_optimizer import WORDS
 from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import cut_like, local_of, padded_numel, piece_of, wrap_like, write_whole
 from lightning_parallel.zero.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
@@ -123,7 +126,9 @@ class ShardStates:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         place = dict(zip(numbers, parameters, strict=True))
-        cuts = {number: _cut(place[number], fields) for number, fields in state["state"].items() if number in place}
+        cuts = {
+            number: cut_state(place[number], fields) for number, fields in state["state"].items() if number in place
+        }
         optimizer.load_state_dict({**state, "state": cuts})
 
     def extra_state(self, gather: Gather) -> dict[str, Any]:
@@ -192,13 +197,30 @@ def own_pieces(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     }
 
 
+def give_whole(optimizer: Optimizer, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """After a run: an optimizer has the module's parameters again. States of shards are left guarded; where this rank
+    had all of a parameter its state is whole."""
+    for group in optimizer.param_groups:
+        group["params"] = [whole.get(p, p) for p in group["params"]]
+    held = {whole.get(p, p): {k: _local(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+    is_whole = all(p.to_local().numel() == p.numel() for p in whole if isinstance(p, DTensor))
+    optimizer.state = (  # type: ignore[assignment]
+        defaultdict(dict, held) if is_whole else GuardedState(held, WORDS.format(name=type(optimizer).__name__))
+    )
+
+
+def _local(value: Any) -> Any:
+    return local_of(value).detach() if isinstance(value, DTensor) else value
+
+
 def _piece(value: Any) -> Any:
     if isinstance(value, DTensor):
         return piece_of(value)
     return host_copy(value)
 
 
-def _cut(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
+def cut_state(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of an optimizer's state of a whole parameter."""
     if not isinstance(parameter, DTensor):
         return dict(fields)
     return {

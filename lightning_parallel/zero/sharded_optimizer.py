@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.elementwise import KNOWN
 from lightning_parallel.zero.gradient import ShardedGradient
-from lightning_parallel.zero.guarded_state import GuardedState, give_back, own_methods, wrapped
+from lightning_parallel.zero.guarded_state import GuardedState, give_back, own_methods, sharers, wrapped
 from lightning_parallel.zero.state_shapes import refuse_states
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ShardedOptimizer:
         self._checked = -1
         self._guard = _Divided({}, WORDS.format(name=type(optimizer).__name__))  # which holds states by segment
         left = optimizer.state
+        self._sharers = sharers(optimizer)
         names = ("step", "add_param_group", *own_methods(optimizer))
         self._before = {name: vars(optimizer).get(name) for name in names}
         self._step, self._add_group = optimizer.step, optimizer.add_param_group
@@ -77,7 +78,7 @@ class ShardedOptimizer:
             setattr(optimizer, name, wrapped(optimizer, getattr(optimizer, name), run))
         if isinstance(left, GuardedState):
             self._left = left
-            optimizer.state = {}  # type: ignore[assignment]
+            self._set_state({})
         else:
             self._left = None
 
@@ -151,7 +152,7 @@ class ShardedOptimizer:
             if segment is not None and state.get(parameter):
                 held[segment] = self.partition.cut(parameter, state[parameter])
         self._guard.held = held
-        self.optimizer.state = self._guard
+        self._set_state(self._guard)
 
     def _take_left(self, left: GuardedState) -> None:
         """The optimizer has states of an earlier run: go on with them if the same ranks hold the same parts."""
@@ -159,7 +160,11 @@ class ShardedOptimizer:
         if pieces is None or any(piece != self.partition.piece(p) for p, (piece, _) in pieces.items()):
             left.refuse()
         self._guard.held = {self.partition.segment(p): state for p, (_, state) in pieces.items()}
-        self.optimizer.state = self._guard
+        self._set_state(self._guard)
+
+    def _set_state(self, state: Any) -> None:
+        for optimizer in self._sharers:
+            optimizer.state = state
 
     @contextmanager
     def segments(self, parameters: Collection[int] | None = None) -> Iterator[None]:
@@ -175,18 +180,19 @@ class ShardedOptimizer:
         for group, params in zip(optimizer.param_groups, given, strict=True):
             chosen = [p for p in params if parameters is None or id(p) in parameters]
             group["params"] = [s for s in map(segment, chosen) if s is not None]
-        optimizer.state = _renamed(optimizer.state, whole) if whole else defaultdict(dict, self._guard.held)
+        self._set_state(_renamed(optimizer.state, whole) if whole else defaultdict(dict, self._guard.held))
         try:
             yield
         finally:
             for group, params in zip(optimizer.param_groups, given, strict=True):
                 group["params"] = params
             if whole:
-                held = optimizer.state
-                optimizer.state = _renamed(held, {s: p for p, s in whole.items()})
-                optimizer.state.held = held
+                outside = _renamed(optimizer.state, {s: p for p, s in whole.items()})
+                outside.held = optimizer.state
+                self._set_state(outside)
             else:
-                self._guard.held, optimizer.state = optimizer.state, self._guard
+                self._guard.held = optimizer.state
+                self._set_state(self._guard)
 
     def _check_states(self) -> None:
         """After states were made: can they be put together from those of pieces?

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.zero.closed import lose
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.footprints import Footprints
+from lightning_parallel.zero.shard_writes import cut_loaded
+from lightning_parallel.zero.shards import groups_of
 
 Prefetch = Literal["none", "forward", "both"]
 
@@ -66,6 +68,9 @@ class Sharding:
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
             if prefetch == "both":
                 following.set_modules_to_backward_prefetch([block])  # type: ignore[operator]
+        for part in module.modules():
+            if any(isinstance(p, DTensor) for p in part._parameters.values()):
+                part.register_load_state_dict_pre_hook(cut_loaded)
         self._footprints.noted()
 
     def free(self) -> None:
@@ -73,9 +78,13 @@ class Sharding:
         for part in self.parts:
             part.reshard()
 
-    def undo(self, failed: bool = False) -> None:
+    def undo(self, failed: bool = False) -> dict[nn.Parameter, nn.Parameter]:
         """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective, but
-        after a failure: then a parameter is lost of which another rank has a shard."""
+        after a failure: then a parameter is lost of which another rank has a shard.
+
+        Returns:
+            For each sharded parameter what is in its place now.
+        """
         if failed:
             for part in self.parts:
                 _put_shards_back(part)
@@ -85,6 +94,7 @@ class Sharding:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
+        return whole
 
 
 def _refuse_mixed(part: nn.Module) -> None:
@@ -129,10 +139,8 @@ def lost_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 def _put_shards_back(part: Any) -> None:
     """A step may have failed between a block's gather and its end: the module has its shards again, nobody is asked."""
-    state = part._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    for group in several if several is not None else [state._fsdp_param_group]:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in groups_of(part):
+        for parameter in group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
 
 

@@ -1,5 +1,6 @@
 """After a run that failed, module, optimizer and environment are as if there had been none: the next run is right."""
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ def goes_on(make: Make, rank: int, port: int, ranks: int) -> None:
     assert not any(left[kind] for kind in left if kind != "groups"), left
     assert left["groups"] == [8]
     weights = {name: value.clone() for name, value in module.state_dict().items()}
-    state = module.kept.state_dict() if ranks == 1 else None
+    state = copy.deepcopy(module.kept.state_dict()) if ranks == 1 else None
     if ranks > 1:  # which has the states of a part; a new one begins anew, as a new one of one process does
         module.kept = torch.optim.Adam(module.parameters(), lr=0.02)
     join_as_torchrun(rank, ranks, port)
@@ -103,9 +104,9 @@ def refuses(make: Make, rank: int, port: int) -> None:
     module = fails(make, 2)
     left = what_is_left(module)
     assert not any(left[kind] for kind in left if kind != "groups"), left
-    with pytest.raises(ValueError, match="the run that divided it has failed.*Load a state dict into the module"):
+    with pytest.raises(ValueError, match=r"the run that divided it has failed.*Load a state dict into the module"):
         module.fc2.weight.sum()
-    with pytest.raises(ValueError, match="has failed.*Load a state dict into the module"):
+    with pytest.raises(ValueError, match=r"has failed.*Load a state dict into the module"):
         module.state_dict()
     whole = {name: value.clone() for name, value in Breaks().state_dict().items()}
     module.load_state_dict(whole)
