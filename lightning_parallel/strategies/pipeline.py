@@ -36,7 +36,7 @@ from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.log_spreader import LogSpreader
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.optimizer_states import states_to_device
+from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 
@@ -197,6 +197,7 @@ class PipelineStrategy(PipelineBuilding):
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
+            share_methods(self._lightning_optimizers)
         self.setup_precision_plugin()
         if fitting:
             self._states_to_device()

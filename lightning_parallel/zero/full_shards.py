@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.pipeline.derivatives import RUNS_IT, looked_at, reaches
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
@@ -66,7 +66,7 @@ class ShardedEngine(ShardStates):
         before = dict(module.named_parameters())
         self._shardings = [self._shard(m) for m in (module, *copies)]
         after = dict(module.named_parameters())
-        self._sharded_from = WeakKeyDictionary({p: after[name] for name, p in before.items()})
+        self._sharded_from = WeakIdKeyDictionary({p: after[name] for name, p in before.items()})
         del before
         names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
         parts = self._shardings[0].parts

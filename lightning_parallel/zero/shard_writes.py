@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.zero.shards import cut_like, groups_of, wrap_like
 
@@ -31,7 +31,7 @@ class ShardedData:
     _running: ClassVar[list[ShardedData]] = []
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters: WeakSet[nn.Parameter] = WeakSet(parameters)
+        self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters))
         if not self._running:
             DTensor.data = property(_data.__get__, _set)  # type: ignore[assignment]
         self._running.append(self)
