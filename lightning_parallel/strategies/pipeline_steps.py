@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,6 +32,7 @@ from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.step import TrainerStep
+from lightning_parallel.zero.closed import part_of
 
 
 class PipelineSteps(PipelineGradients):
@@ -45,6 +48,7 @@ class PipelineSteps(PipelineGradients):
     _loss_checked: bool
     _loss_scale: LossScale | None
     _metrics: StepMetrics | None
+    _weights_of_step: list[int] | None = None
 
     @property
     def metrics(self) -> StepMetrics:
@@ -65,6 +69,7 @@ class PipelineSteps(PipelineGradients):
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
+        self._weights_of_step = self._fingerprint()
         return output
 
     def _replicas_compared(self) -> AbstractContextManager[None]:
@@ -81,8 +86,29 @@ class PipelineSteps(PipelineGradients):
         """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        if self._weights_of_step != self._fingerprint():
+            raise ValueError(
+                "A hook between a step and its backward (on_before_zero_grad, on_before_backward, optimizer_zero_grad)"
+                f" has written to parameters, and under {type(self).__name__} a step's backwards have run by then."
+                " Write in on_train_batch_start or on_train_batch_end, or use ZeROStrategy(stage=1)."
+            )
         self._deliver()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def _fingerprint(self) -> list[int] | None:
+        """Of this rank's weights, where a hook between a step and its backward might write to them."""
+        module = self.lightning_module
+        assert module is not None
+        hooks = ("on_before_zero_grad", "on_before_backward")
+        callbacks = cast(Any, module.trainer).callbacks
+        asked = [(module, name) for name in (*hooks, "optimizer_zero_grad")]
+        asked += [(callback, name) for callback in callbacks for name in hooks]
+        if not any(is_overridden(name, owner) for owner, name in asked):
+            return None
+        held = [part_of(parameter) for _, parameter in self.pipeline.own]
+        real = [torch.view_as_real(values) if values.is_complex() else values for values in held]
+        sums = [total for values in real for total in (values.double().sum(), values.double().abs().sum())]
+        return torch.stack(sums).view(torch.int64).tolist() if sums else []
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         return self._evaluate("validation", batch, args)

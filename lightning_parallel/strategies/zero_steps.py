@@ -64,23 +64,29 @@ class ZeROSteps(ZeROCheckpoints):
         if isinstance(self._engine, ShardedEngine):
             self._engine.free_gathered()
 
+    def _after_evaluation_step(self) -> None:
+        assert self.lightning_module is not None
+        loop: Any = self.lightning_module.trainer._active_loop
+        if self._engine is not None:
+            self._engine.after_evaluation_step(loop.batch_progress.is_last_batch)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
         with nullcontext() if self._engine is None else self._engine.looking_at_steps():
             output = super().validation_step(*args, **kwargs)
-        self._free_gathered()
+        self._after_evaluation_step()
         return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
         with nullcontext() if self._engine is None else self._engine.looking_at_steps():
             output = super().test_step(*args, **kwargs)
-        self._free_gathered()
+        self._after_evaluation_step()
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
         with nullcontext() if self._engine is None else self._engine.looking_at_steps():
             output = super().predict_step(*args, **kwargs)
-        self._free_gathered()
+        self._after_evaluation_step()
         return output

@@ -8,6 +8,7 @@ Within a forward whoever reads values is lent the whole parameter. An open one i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Closed:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, attribute = func.__name__, ""
-        if name == "__get__":
+        if name in ("__get__", "__set__"):
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if func == torch.equal:  # of parameters it is asked whether they are the same one
             return args[0] is args[1]
@@ -111,6 +112,10 @@ class Closed:
         is_part = attribute == "data" or name == "detach"  # whoever takes `data` may write to it
         if is_part and not _for_shapes[0] and not _has_no_part(args[0]):
             return args[0]._kept.values(args[0]) if lend is None else _refuse(attribute or name, args)
+        if attribute == "data" and name == "__set__":
+            return _set_data(*args)
+        if name in _CASTS and not _for_shapes[0]:
+            return _converted(func, args, kwargs or {})
         if name == "copy_" and not any(isinstance(x, Closed) and x._kept.words for x in args):
             return _copy(*args)
         if shows and not _for_shapes[0]:
@@ -159,6 +164,50 @@ def reopen(parameter: nn.Parameter) -> None:
     if isinstance(parameter, Closed):
         parameter.__class__ = type(parameter).__mro__[2]
         del parameter.__dict__["_kept"]
+
+
+def part_of(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, which may be closed; its values, detached."""
+    return parameter._kept.part if isinstance(parameter, Closed) else parameter.detach()
+
+
+def put_data(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter, which may be closed, other memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = values
+
+
+def _set_data(parameter: Any, values: Tensor) -> None:
+    """`w.data = values` of a closed parameter: its part is taken over."""
+    kept: Kept = parameter._kept
+    if kept.words or kept.lost or values.shape != parameter.shape:
+        _refuse("data", [parameter])
+    kept.take(values)
+
+
+def _converted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`p.to(...)`, `p.double()`: a closed one may be moved with its module and keeps its dtype; else it has no values to
+    convert."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    parameter = args[0]
+    if not isinstance(result, Tensor) or result is parameter:
+        return result
+    if result.dtype != parameter.dtype or not _is_moved_with_its_module():
+        _refuse(func.__name__, args)
+    return result
+
+
+def _is_moved_with_its_module() -> bool:
+    """Whether a caller is `nn.Module._apply`."""
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code is nn.Module._apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _copy(target: Any, source: Any, *_: Any) -> Any:

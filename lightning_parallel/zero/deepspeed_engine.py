@@ -33,6 +33,7 @@ from lightning_parallel.zero.presence import Presence
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.state_shapes import refuse_states
+from lightning_parallel.zero.votes import some_end
 
 
 class DeepSpeedEngine(DividedModule):
@@ -66,7 +67,7 @@ class DeepSpeedEngine(DividedModule):
         refuse_optimizers(optimizers)
         ranks = ranks or Ranks(dist.get_rank(), dist.get_world_size())
         super().__init__(module, optimizers[0] if optimizers else None, device, options, control, ranks)
-        self.broadcast_buffers = True
+        self.broadcast_buffers, self._waiting = True, waiting
         self._clip, self._has_gradients = 0.0, False
         self._unscale: Tensor | None = None
         self._update: Update | None = None  # while DeepSpeed steps
@@ -147,6 +148,22 @@ class DeepSpeedEngine(DividedModule):
     def begin_evaluation(self) -> None:
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
+
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Stage 3 gathers in every step, so all ranks need as many batches. Collective.
+
+        Args:
+            is_last: whether this rank has no other batch.
+
+        Raises:
+            ValueError: some have come to their last batch, and others have not.
+        """
+        if self.options.stage == 3 and some_end(is_last, self.control, self._waiting):
+            raise ValueError(
+                "Some ranks have come to their last batch of an evaluation or prediction and others have not, and"
+                " DeepSpeed's stage 3 gathers parameters from all of them in every step. Give every rank as many"
+                ' batches, or use ZeROStrategy(stage=3, engine="fsdp2"), whose ranks may differ.'
+            )
 
     @contextmanager
     def backward(self) -> Iterator[None]:

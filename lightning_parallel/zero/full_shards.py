@@ -28,6 +28,7 @@ from lightning_parallel.zero.shard_states import ShardOptions, ShardStates, cut_
 from lightning_parallel.zero.shard_writes import ShardedData, take_over_gathered
 from lightning_parallel.zero.sharding import Sharding
 from lightning_parallel.zero.shards import called, find_blocks, groups_of, keep_dtype, local_of
+from lightning_parallel.zero.votes import some_end
 from lightning_parallel.zero.whole_scalars import WholeScalars
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -73,6 +74,7 @@ class ShardedEngine(ShardStates):
         named = [names[cast(nn.Module, part)] for part in parts]
         self._gradients = ShardGradients(parts, named, control, device.type == "cpu", waiting)
         self._in_backward, self._waiting = False, waiting
+        self._meshes: list[tuple[Any, Any]] = []
         self._scalars, self._data = WholeScalars(waiting), ShardedData(p for p in after.values())
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
@@ -161,8 +163,42 @@ class ShardedEngine(ShardStates):
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Ranks may have different numbers of batches to evaluate: where some have come to their last and others have
+        not, all gather everything once, and those go on alone. Collective until then.
+
+        Args:
+            is_last: whether this rank has no other batch.
+        """
+        if self._gradients.alone:
+            if is_last:
+                self._gradients.alone = False
+                self._reshard_again()
+            return
+        some_are_last = some_end(is_last, self.control, self._waiting)
+        parts = self._shardings[0].parts
+        if some_are_last:
+            with self._waiting("the other ranks' parts, for those with more batches to evaluate"):
+                for part in parts:
+                    part.unshard()
+            if not is_last:
+                self._gradients.alone = True
+                groups = [group for part in parts for group in groups_of(part)]
+                self._meshes = [(group, group.post_forward_mesh_info) for group in groups]
+                for group in groups:
+                    group.post_forward_mesh_info = None
+        self.free_gathered()
+
+    def _reshard_again(self) -> None:
+        for group, mesh in self._meshes:
+            group.post_forward_mesh_info = mesh
+        self._meshes = []
+        self.free_gathered()
+
     def free_gathered(self) -> None:
         """After an optimizer's step, and after a step of an evaluation."""
+        if self._gradients.alone:
+            return
         for sharding in self._shardings:
             sharding.free()
 

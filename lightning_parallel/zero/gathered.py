@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.zero.bucket import Bucket
-from lightning_parallel.zero.closed import Kept, close, lose, reopen
+from lightning_parallel.zero.closed import Kept, close, lose, put_data, reopen
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 
 
@@ -58,7 +58,7 @@ class GatheredBucket(Bucket):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         self._tell(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
-            parameter.data = view
+            put_data(parameter, view)
         self._gathering = all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
 
     def arrive(self) -> None:

@@ -65,6 +65,9 @@ class NativeEngine:
         self.partition.reducer.pause()
         self.partition.share_buffers()
 
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Every rank evaluates by itself."""
+
     def backward(self) -> AbstractContextManager[None]:
         """Around a backward."""
         return self.partition.reducer.backward()

@@ -138,7 +138,7 @@ REFUSE: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", ["zero_1", "pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in REFUSE)][:7])
 def test_states_of_a_part_are_not_taken_for_all(name: str, read: str):
     make, words = REFUSE[name]
-    with pytest.raises(Exception, match="Call trainer.strategy.optimizer_state") as caught:
+    with pytest.raises(Exception, match=r"Call trainer.strategy.optimizer_state") as caught:
         on_ranks([(Fit(reads(READS[read]), {**OPTIONS, "max_epochs": 1}), make)], 2)
     assert words in str(caught.value)
 
