@@ -77,6 +77,17 @@ DERIVATIVE_OF_FREED = (
 )
 
 
+TRANSFORMED = (
+    "The step calls the model inside a function of torch.func (grad, vjp, jvp, vmap), and a part of the model runs in"
+    f" other processes, which see no more than plain values. {RUNS_IT}"
+)
+BACKWARD_IN_STEP = (
+    "The step calls backward itself, and what it leaves in the parameters' gradients would be added to the step's own,"
+    " which begin before Lightning zeroes them. Take torch.autograd.grad(...) by the inputs that you need. Or"
+    " ZeROStrategy(stage=1) or stage=2 run it as one process does."
+)
+
+
 def derivative(stage: int) -> str:
     """The step takes a derivative through a stage that another rank holds."""
     return (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-Look = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+Look = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 RUNS_IT = (
     'ZeROStrategy(stage=1) or stage=2 and HybridStrategy(zero_stage=3, gather="step") without a pipeline axis run such'
     " steps, since they hold the whole model in a step."
@@ -25,25 +25,26 @@ RUNS_IT = (
 
 @contextmanager
 def looked_at(look: Look) -> Iterator[None]:
-    """Inside, `look` is called with outputs and inputs of every derivative before it is taken; it may raise.
+    """Inside, `look` is called with outputs and inputs of every derivative before it is taken, and whether it adds to the
+    gradients of parameters, as `loss.backward()` does; it may raise.
 
     Of forward-mode derivatives (`torch.func.jvp`) it is given the tensor that gets a tangent as an input.
 
     Example:
         >>> x = torch.ones(1, requires_grad=True)
-        >>> with looked_at(lambda outputs, inputs: print(len(outputs), len(inputs))):
+        >>> with looked_at(lambda outputs, inputs, adds: print(len(outputs), len(inputs), adds)):
         ...     torch.autograd.grad(2 * x, x)
-        1 1
+        1 1 False
         (tensor([2.]),)
     """
     run, make_dual = torch.autograd._engine_run_backward, forward_ad.make_dual
 
     def run_looked_at(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
-        look(outputs, inputs)
+        look(outputs, inputs, bool(kw.get("accumulate_grad")) and not inputs)
         return run(outputs, gradients, keep, create, inputs, *args, **kw)
 
     def make_dual_looked_at(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        look((), (tensor,))
+        look((), (tensor,), False)
         return make_dual(tensor, *args, **kwargs)
 
     torch.autograd._engine_run_backward, forward_ad.make_dual = run_looked_at, make_dual_looked_at  # type: ignore
@@ -76,9 +77,19 @@ def reaches(tensors: Iterable[Tensor], is_there: Callable[[Any], bool]) -> bool:
 
 def node_of(tensor: Tensor) -> Any:
     """The node of the graph that makes a tensor, or takes up its gradient; None where nothing is to be derived."""
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or is_transformed():
         return None
     return tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def is_transformed() -> bool:
+    """Whether a function of `torch.func` (grad, vjp, jvp, vmap) is at work, on tensors of its own.
+
+    Example:
+        >>> torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(1))
+        tensor([1.])
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_derivative(func: Callable[..., Any]) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.calls import ONCE, nth
-from lightning_parallel.pipeline.derivatives import looked_at, node_of, reaches
+from lightning_parallel.pipeline.derivatives import is_transformed, looked_at, node_of, reaches
 from lightning_parallel.pipeline.entry import NotSent
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.partition import Unit
@@ -59,13 +59,18 @@ class StageRun(UnitCalls):
             self._refuse_phantoms(result, "returns")
         return result
 
-    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
         """The step takes a derivative itself; inside a unit it may.
 
         Raises:
-            PhantomError: an earlier stage ran a part of what is to be derived, or weights have been freed since.
+            PhantomError: an earlier stage ran a part of what is to be derived, or weights have been freed since; or it
+                adds to gradients, which this step's own do not begin anew from.
         """
-        if self._inside or (self.cut.layout.num_stages == 1 and self.cut.windows is None):
+        if self._inside:
+            return
+        if adds:
+            raise PhantomError(calls.BACKWARD_IN_STEP)
+        if not self._is_divided:
             return
         if self.cut.windows is not None:
             raise PhantomError(calls.DERIVATIVE_OF_FREED)
@@ -105,6 +110,8 @@ class StageRun(UnitCalls):
     ) -> Any:
         """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
         unit = hook.unit
+        if self._is_divided and not self._inside and is_transformed():
+            raise PhantomError(calls.DERIVATIVE_OF_FREED if self.cut.windows is not None else calls.TRANSFORMED)
         if self._replaying:
             return self._call_again(hook, owner, module, args, kwargs)
         before_this = self.called.get(unit.name, 0)

@@ -186,8 +186,7 @@ def _set_data(parameter: Any, values: Tensor) -> None:
 
 
 def _converted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`p.to(...)`, `p.double()`: a closed one may be moved with its module and keeps its dtype; else it has no values to
-    convert."""
+    """`p.to(...)`, `p.double()`: a closed one may move with its module and keeps its dtype; its values are not here."""
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     parameter = args[0]

@@ -122,8 +122,8 @@ class DeepSpeedEngine(DividedModule):
         """Around a step: in stage 3 derivatives that it takes itself are refused, since weights have been freed."""
         return nullcontext() if self.options.stage < 3 else looked_at(self._refuse_derivative)
 
-    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        if not self.deepspeed._running_engine_backward and outputs:
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
+        if not self.deepspeed._running_engine_backward:
             raise ValueError(
                 "The step takes a derivative (torch.autograd.grad, backward, torch.func), and DeepSpeed's stage 3 has"
                 f" freed weights that it needs behind their forward. {RUNS_IT}"

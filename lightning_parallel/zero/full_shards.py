@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_parallel.pipeline.derivatives import RUNS_IT, looked_at, reaches
+from lightning_parallel.pipeline.derivatives import RUNS_IT, is_transformed, looked_at, reaches
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.norms import joined_norm
@@ -67,7 +67,7 @@ class ShardedEngine(ShardStates):
         before = dict(module.named_parameters())
         self._shardings = [self._shard(m) for m in (module, *copies)]
         after = dict(module.named_parameters())
-        self._sharded_from = WeakIdKeyDictionary({p: after[name] for name, p in before.items()})
+        self._sharded_from: Any = WeakIdKeyDictionary({p: after[name] for name, p in before.items()})
         del before
         names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
         parts = self._shardings[0].parts
@@ -133,10 +133,10 @@ class ShardedEngine(ShardStates):
         """Around a step: derivatives that it takes itself are refused, since FSDP2 frees weights behind a forward."""
         return looked_at(self._refuse_derivative)
 
-    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        if self._in_backward or not outputs or not (inputs or self.options.whole_module):
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
+        if self._in_backward or (adds and not self.options.whole_module):
             return  # in steps that run backwards themselves `loss.backward()` is theirs
-        if reaches(outputs, self._is_of_shards):
+        if is_transformed() or not outputs or reaches(outputs, self._is_of_shards):
             raise ValueError(
                 'The step takes a derivative (torch.autograd.grad, backward, torch.func), and engine="fsdp2" has freed'
                 f" weights that it needs behind their forward. {RUNS_IT}"
