@@ -25,8 +25,8 @@ RUNS_IT = (
 
 @contextmanager
 def looked_at(look: Look) -> Iterator[None]:
-    """Inside, `look` is called with outputs and inputs of every derivative before it is taken, and whether it adds to the
-    gradients of parameters, as `loss.backward()` does; it may raise.
+    """Inside, `look` is called with outputs and inputs of every derivative before it is taken, and whether it adds to
+    the gradients of parameters, as `loss.backward()` does; it may raise.
 
     Of forward-mode derivatives (`torch.func.jvp`) it is given the tensor that gets a tangent as an input.
 

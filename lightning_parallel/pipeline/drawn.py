@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -58,7 +59,7 @@ class _Write:
 
 @dataclass
 class _Storage:
-    """What a parameter's memory would be: its values before anything was noted, and what wrote to it (numbers of writes)."""
+    """What a parameter's memory would be: its values before anything was noted, and the numbers of writes to it."""
 
     numel: int
     dtype: torch.dtype
@@ -91,7 +92,12 @@ class Drawing(TorchDispatchMode):
         keeps = real.device.type == "cpu" or real.numel() <= _KEPT_ELEMENTS
         whole = real.as_strided((_extent(real),), (1,), 0) if keeps else None
         self._storages[storage._cdata] = _Storage(_extent(real), real.dtype, real.device, whole)
-        parameter._drawing = self  # type: ignore[attr-defined]
+        self.know(parameter)
+
+    def know(self, parameter: nn.Parameter) -> None:
+        """A parameter is registered again, or another one in the same place."""
+        if self._knows(parameter):
+            parameter._drawing = self  # type: ignore[attr-defined]
 
     def values_of(self, parameter: Tensor) -> Tensor | None:
         """The initial values of a parameter; None if they were not all noted."""
@@ -114,7 +120,7 @@ class Drawing(TorchDispatchMode):
                 return func(*self._realized(args), **self._realized(kwargs))
             self._note(func, args, kwargs)
             return func(*_on_meta(args), **_on_meta(kwargs))
-        result = func(*args, **kwargs) if all(x.is_meta for x in _tensors((args, kwargs))) else None
+        result = func(*args, **kwargs) if all(x.device.type == "meta" for x in _tensors((args, kwargs))) else None
         if result is not None and all(self._knows(x) for x in _tensors(result)) and _tensors(result):
             return result  # a view
         return func(*self._realized(args), **self._realized(kwargs))
@@ -173,7 +179,7 @@ class Drawing(TorchDispatchMode):
     # -- tensors without memory ----------------------------------------------------------------------------------------
 
     def _knows(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+        return tensor.device.type == "meta" and tensor.untyped_storage()._cdata in self._storages
 
     def _view(self, tensor: Tensor) -> _View:
         key = tensor.untyped_storage()._cdata
@@ -195,13 +201,26 @@ class Drawing(TorchDispatchMode):
         return tree_map_only(Tensor, real, tree)
 
 
+class _NotMeta(TorchFunctionMode):
+    """Functions of `nn.init` leave out what is on the meta device: there these tensors say that they are not."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self._drawing = drawing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _IS_META and self._drawing._knows(args[0]):
+            return False
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def drawing(wanted: bool) -> Iterator[Drawing | None]:
     """A context in which initial values are noted, if that is wanted."""
     if not wanted:
         yield None
         return
-    with Drawing() as mode:
+    with Drawing() as mode, _NotMeta(mode):
         yield mode
 
 
@@ -211,6 +230,7 @@ def drawn_values(parameter: nn.Parameter) -> Tensor | None:
     return None if mode is None else mode.values_of(parameter)
 
 
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _ASK = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -237,7 +257,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _on_meta(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x if x.is_meta or x.dim() == 0 else x.to("meta"), tree)
+    return tree_map_only(Tensor, lambda x: x if x.device.type == "meta" or x.dim() == 0 else x.to("meta"), tree)
 
 
 def _overwrites(write: _Write, numel: int) -> bool:

@@ -32,7 +32,9 @@ def without_memory() -> Iterator[None]:
     with drawing("PL_GLOBAL_SEED" in os.environ) as drawn:
 
         def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and not parameter.is_meta:
+            if drawn is not None and parameter is not None:
+                drawn.know(parameter)
+            if parameter is not None and parameter.device.type != "meta":
                 real = parameter.detach()
                 on_meta = nn.Parameter(real.to("meta"), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, on_meta)

@@ -112,7 +112,7 @@ class Closed:
         is_part = attribute == "data" or name == "detach"  # whoever takes `data` may write to it
         if is_part and not _for_shapes[0] and not _has_no_part(args[0]):
             return args[0]._kept.values(args[0]) if lend is None else _refuse(attribute or name, args)
-        if attribute == "data" and name == "__set__":
+        if attribute == "data" and name == "__set__" and not _for_shapes[0]:
             return _set_data(*args)
         if name in _CASTS and not _for_shapes[0]:
             return _converted(func, args, kwargs or {})
@@ -180,6 +180,11 @@ def put_data(parameter: nn.Parameter, values: Tensor) -> None:
 def _set_data(parameter: Any, values: Tensor) -> None:
     """`w.data = values` of a closed parameter: its part is taken over."""
     kept: Kept = parameter._kept
+    if values is parameter:
+        return
+    if _is_moved_with_its_module():
+        put_data(parameter, values)
+        return
     if kept.words or kept.lost or values.shape != parameter.shape:
         _refuse("data", [parameter])
     kept.take(values)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.zero.shards import cut_like, groups_of, wrap_like
 
@@ -31,7 +30,7 @@ class ShardedData:
     _running: ClassVar[list[ShardedData]] = []
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters))
+        self._parameters = {id(p): p for p in parameters}  # `nn.Module.to` swaps no tensor that has a weak reference
         if not self._running:
             DTensor.data = property(_data.__get__, _set)  # type: ignore[assignment]
         self._running.append(self)
@@ -46,7 +45,7 @@ class ShardedData:
     @classmethod
     def knows(cls, tensor: Any) -> bool:
         """Whether a tensor is a parameter of one that is there."""
-        return any(tensor in data._parameters for data in cls._running)
+        return any(id(tensor) in data._parameters for data in cls._running)
 
 
 def _set(parameter: Any, values: Tensor) -> None:
