@@ -66,6 +66,7 @@ class _Storage:
     device: torch.device
     initial: Tensor | None
     writes: list[int] = field(default_factory=list)
+    is_lost: bool = False  # whether something without values was written to it
 
 
 class Drawing(TorchDispatchMode):
@@ -106,12 +107,14 @@ class Drawing(TorchDispatchMode):
             storage = self._storages[view.key]
             first = self._writes[storage.writes[0]] if storage.writes else None
             overwrites = first is not None and _overwrites(first, storage.numel)
-            if storage.initial is None and not overwrites:
+            if storage.is_lost or (storage.initial is None and not overwrites):
                 return None
             return self._real(view, len(self._writes), {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.scalar_tensor.default and str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # a number that is about to be assigned
         leaves = [x for x in _tensors((args, kwargs)) if self._knows(x)]
         if not leaves or func in _ASK:
             return func(*args, **kwargs)
@@ -135,8 +138,10 @@ class Drawing(TorchDispatchMode):
         if random:  # the generator goes on
             func(*self._realized(args, empty=True), **self._realized(kwargs, empty=True))
         self._writes.append(write)
+        lost = any(x.device.type == "meta" and not self._knows(x) for x in _tensors((args, kwargs)))
         for key in {self._view(x).key for x in _written(func, args, kwargs) if self._knows(x)}:
             self._storages[key].writes.append(number)
+            self._storages[key].is_lost |= lost
 
     def _device(self, args: Any) -> torch.device:
         return self._storages[self._view(next(x for x in _tensors(args) if self._knows(x))).key].device
@@ -209,7 +214,7 @@ class _NotMeta(TorchFunctionMode):
         self._drawing = drawing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _IS_META and self._drawing._knows(args[0]):
+        if func == _IS_META and self._drawing._knows(args[0]):
             return False
         return func(*args, **(kwargs or {}))
 

@@ -197,9 +197,9 @@ class PipelineStrategy(PipelineBuilding):
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
-            share_methods(self._lightning_optimizers)
         self.setup_precision_plugin()
         if fitting:
+            share_methods(self._lightning_optimizers)
             self._states_to_device()
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -36,6 +36,8 @@ class ZeROSteps(ZeROCheckpoints):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, and behind it no rank computes with weights of before."""
         stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.check_states(optimizer)
         self._free_gathered()
         return stepped
 

@@ -165,7 +165,8 @@ def _steps(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tens
 def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
     """An optimizer of the same class and settings for other parameters; its learning rate is not zero."""
     made = copy.copy(optimizer)
-    made.__dict__ = {name: _own(value) for name, value in vars(optimizer).items()}
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    made.__dict__ = {name: _own(value) for name, value in kept.items()}
     for name in ("step", *own_methods(optimizer)):
         made.__dict__.pop(name, None)  # a scheduler's
     made.state = defaultdict(dict)

@@ -26,6 +26,7 @@ from lightning_parallel.zero.sharded_optimizer import WORDS
 from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import cut_like, local_of, padded_numel, piece_of, wrap_like, write_whole
 from lightning_parallel.zero.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
+from lightning_parallel.zero.state_shapes import refuse_states
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class ShardStates:
         self._tells = "replicas" not in names or mesh["replicas"].get_local_rank() == 0  # others hold the same
         self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
         self._saved: dict[int, tuple[Any, Any]] = {}
+        self._checked: dict[int, int] = {}
         self._masters: dict[str, Any] = {}
         self._model: dict[str, dict[str, Any]] | None = None
 
@@ -176,6 +178,18 @@ class ShardStates:
         self._saved = {id(o): self.optimizer_pieces(o) for o in optimizers}
         self._masters = self._own_masters() if self.options.master else {}
         self._model = self.model_pieces(self.module)
+
+    def check_states(self, optimizer: Optimizer) -> None:
+        """After a step: are states kept element by element?
+
+        Raises:
+            ValueError: they are not.
+        """
+        count = sum(len(state) for state in optimizer.state.values())
+        if self._checked.get(id(optimizer)) != count:
+            self._checked[id(optimizer)] = count
+            pairs = [(p, state) for p, state in optimizer.state.items() if isinstance(p, Tensor)]
+            refuse_states(optimizer, pairs, 'ZeROStrategy(engine="fsdp2")')
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""

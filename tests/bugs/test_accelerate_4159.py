@@ -135,7 +135,7 @@ REFUSE: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("read", ["len", *(pytest.param(r, marks=pytest.mark.slow) for r in READS if r != "len")])
-@pytest.mark.parametrize("name", ["zero_1", "pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in REFUSE)][:7])
+@pytest.mark.parametrize("name", ["zero_1", *(pytest.param(n, marks=pytest.mark.slow) for n in list(REFUSE)[1:])])
 def test_states_of_a_part_are_not_taken_for_all(name: str, read: str):
     make, words = REFUSE[name]
     with pytest.raises(Exception, match=r"Call trainer.strategy.optimizer_state") as caught:
@@ -157,7 +157,7 @@ class Asks(Classifier):
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_remedy_gives_one_process_s_state(name: str):
-    run = Fit(Asks, {**OPTIONS, "max_epochs": 1}, after=lambda trainer, module: module.found["state"])
+    run = Fit(Asks, {**OPTIONS, "max_epochs": 1}, after=lambda trainer, module: module.found.get("state"))
     reference = fit(run, "auto", 1)
     [results] = on_ranks([(run, DIVIDE[name])], 2)
     torch.testing.assert_close(results[0].extra, reference.extra, **WEIGHTS)
@@ -205,7 +205,7 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize("name", ["zero_1", *(pytest.param(n, marks=pytest.mark.slow) for n in DIVIDE)][:6])
+@pytest.mark.parametrize("name", ["zero_1", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DIVIDE)[1:6])])
 def test_states_that_are_not_of_elements_are_refused_at_the_first_step(name: str):
     steps: list[int] = []
     make = type("Counts", (Blocky,), {"on_train_batch_end": lambda self, *_: steps.append(1)})

@@ -121,7 +121,7 @@ class ScheduleFree(torch.optim.Optimizer):
 class BlockAdam(torch.optim.Optimizer):
     """Keeps the scale of every two elements of a large parameter's moments, as 8-bit optimizers do of every 256."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.02, large: int = 30) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.02, large: int = 4) -> None:
         super().__init__(params, {"lr": lr, "large": large})
 
     @torch.no_grad()
