@@ -1,5 +1,5 @@
-"""A module that is built in `configure_model` was built in the ranks; the process that started them builds it, too, when
-trained weights come back."""
+"""A module that is built in `configure_model` was built in the ranks; the process that started them builds it, too,
+when trained weights come back."""
 
 from __future__ import annotations
 

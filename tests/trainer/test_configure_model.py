@@ -1,4 +1,4 @@
-"""Modules that are built in `configure_model`: after a seed they have one process's weights, and what ranks have trained
+"""Modules that are built in `configure_model`: after a seed they have one process's weights, and what ranks trained
 comes back to the process that started them."""
 
 from pathlib import Path

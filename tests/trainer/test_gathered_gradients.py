@@ -1,4 +1,4 @@
-"""`self.all_gather(x, sync_grads=True)` has one process's gradient, or is refused; no worker's part is dropped unsaid."""
+"""`self.all_gather(x, sync_grads=True)` has one process's gradient, or is refused; no part is dropped unsaid."""
 
 from typing import Any
 
