@@ -91,6 +91,7 @@ class Sharding:
         whole = lost_parameters(self.module) if failed else whole_parameters(self.module)
         for module in self._footprints.remove():
             _module_state_mapping.pop(module, None)
+            _forget_late_hooks(module)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
@@ -137,11 +138,21 @@ def lost_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     return found
 
 
+def _forget_late_hooks(module: nn.Module) -> None:
+    """Hooks of state dicts, which FSDP2 registers in the first forward."""
+    for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            function = getattr(hook, "hook", hook)
+            if (getattr(function, "__module__", None) or "").startswith("torch.distributed.fsdp"):
+                del hooks[key]
+
+
 def _put_shards_back(part: Any) -> None:
     """A step may have failed between a block's gather and its end: the module has its shards again, nobody is asked."""
     for group in groups_of(part):
         for parameter in group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
+        group._to_sharded()
 
 
 def _gather_around(module: Any, methods: Sequence[str]) -> None:
