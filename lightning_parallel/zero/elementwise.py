@@ -106,7 +106,18 @@ def _difference(optimizer: Optimizer) -> str | None:
         return _STILL
     if not _same(whole, together):
         return "its step on a matrix is not that on pieces of the matrix"
-    return None if _same(whole, torch.cat(apart)) else _COUPLED
+    if not _same(whole, torch.cat(apart)):
+        return _COUPLED
+    return _BY_LOSS if _uses_loss(optimizer, values, gradients) else None
+
+
+def _uses_loss(optimizer: Optimizer, values: Tensor, gradients: list[list[Tensor]]) -> bool:
+    """Whether a step goes by what its closure returns."""
+    try:
+        first, second = (_moved(optimizer, [values], gradients, torch.tensor(loss)) for loss in (1.0, 3.0))
+    except Exception:
+        return False  # it takes none
+    return not _same(first, second)
 
 
 def _coupling(optimizer: Optimizer) -> str | None:
@@ -123,6 +134,7 @@ def _coupling(optimizer: Optimizer) -> str | None:
 
 
 _COUPLED = "its step on one parameter depends on others (as a norm over all of them does)"
+_BY_LOSS = "its step goes by the loss, of which each rank has that of its own rows"
 _STILL = "its step on parameters of its own moves nothing (is its learning rate 0?), so it cannot be tried"
 
 
@@ -138,18 +150,22 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return bool((first - second).abs().max() <= 1e-4 * first.abs().max())
 
 
-def _moved(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
+def _moved(
+    optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]], loss: Tensor | None = None
+) -> Tensor:
     """By how much a few steps move parameters that an optimizer of that kind has, 1-D.
 
     In 64 bits, since the first steps of some (Prodigy) are of 1e-6; in 32 if the optimizer has no other.
     """
     try:
-        return _steps(optimizer, values, gradients, torch.float64)
+        return _steps(optimizer, values, gradients, torch.float64, loss)
     except Exception:
-        return _steps(optimizer, values, gradients, torch.float32)
+        return _steps(optimizer, values, gradients, torch.float32, loss)
 
 
-def _steps(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]], dtype: torch.dtype) -> Tensor:
+def _steps(
+    optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]], dtype: torch.dtype, loss: Tensor | None
+) -> Tensor:
     parameters = [nn.Parameter(value.to(dtype, copy=True)) for value in values]
     before = [parameter.detach().clone() for parameter in parameters]
     trial = _like(optimizer, parameters)
@@ -158,7 +174,7 @@ def _steps(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tens
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.to(dtype, copy=True)
-        type(trial).step(trial)
+        type(trial).step(trial, **({} if loss is None else {"closure": lambda: loss}))
     return torch.cat([(p.detach() - b).flatten().double() for p, b in zip(parameters, before, strict=True)])
 
 

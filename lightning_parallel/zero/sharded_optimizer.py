@@ -240,25 +240,29 @@ class ShardedOptimizer:
         Args:
             closure: runs forward and backward.
             **kwargs: of the optimizer's own step.
+
+        Returns:
+            What the optimizer's own step returns, which is given a closure that has run.
         """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+            kwargs["closure"] = lambda: result
         if any(type(parameter.grad) is Tensor for parameter in self.parameters):
             self.partition.reducer.catch_up()
         self.partition.take_over()
         works = []
         for buckets in self._portions():
             with self._segments_of(buckets):
-                self._step(**kwargs)
+                returned = self._step(**kwargs)
             works += [bucket.gather(self.partition.traffic) for bucket in buckets if _has_gradients(bucket)]
         with self.partition.waiting("the other ranks' parameters"):
             for work in works:
                 if work is not None:
                     work.wait()
         self._check_states()
-        return result
+        return returned
 
     def _portions(self) -> Iterator[list[Bucket]]:
         """Buckets to update at a time: as many as may have their gradients made wider, or keep the device busy.

@@ -14,7 +14,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.zero.elementwise import refuse_coupling, refuse_optimizer
 from tests.trainer.modules import Classifier
-from tests.trainer.optimizers import Lamb, Lookahead, NormedSGD, Prodigious, ScheduleFree
+from tests.trainer.optimizers import Lamb, Lookahead, NormedSGD, Polyak, Prodigious, ScheduleFree
 from tests.trainer.pipelines import LOSS, WEIGHTS
 from tests.trainer.zeros import Fit, fit, on_ranks
 
@@ -50,6 +50,12 @@ def test_sums_over_all_parameters_are_found(make: Any):
         refuse_coupling(optimizer, "PipelineStrategy")
     with pytest.raises(ValueError, match=COUPLED):
         refuse_coupling(Lookahead(optimizer), "PipelineStrategy")
+
+
+def test_a_step_by_the_loss_is_found():
+    with pytest.raises(ValueError, match="its step goes by the loss, of which each rank has that of its own rows"):
+        refuse_optimizer(Polyak(weights()), "ZeROStrategy")
+    refuse_coupling(Polyak(weights()), "PipelineStrategy")
 
 
 def test_a_norm_of_each_parameter_is_for_whole_ones():

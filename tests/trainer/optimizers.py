@@ -64,6 +64,20 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
 
+class Polyak(torch.optim.Optimizer):
+    """Its step is as long as the loss is high."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = run(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1 if loss is None else 0.1 * float(loss))
+        return loss
+
+
 class Lookahead(torch.optim.Optimizer):
     """Wraps another optimizer and shares its groups and state."""
 
