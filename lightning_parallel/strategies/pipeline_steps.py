@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
-import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,6 +24,7 @@ from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.pipeline_arguments import LossWeight
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
+from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.loss_scale import LossScale
@@ -86,29 +85,14 @@ class PipelineSteps(PipelineGradients):
         """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        if self._weights_of_step != self._fingerprint():
-            raise ValueError(
-                "A hook between a step and its backward (on_before_zero_grad, on_before_backward, optimizer_zero_grad)"
-                f" has written to parameters, and under {type(self).__name__} a step's backwards have run by then."
-                " Write in on_train_batch_start or on_train_batch_end, or use ZeROStrategy(stage=1)."
-            )
+        why = "a step's backwards have run by then"
+        refuse_written(self._weights_of_step, self._fingerprint(), type(self).__name__, why)
         self._deliver()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def _fingerprint(self) -> list[int] | None:
-        """Of this rank's weights, where a hook between a step and its backward might write to them."""
-        module = self.lightning_module
-        assert module is not None
-        hooks = ("on_before_zero_grad", "on_before_backward")
-        callbacks = cast(Any, module.trainer).callbacks
-        asked = [(module, name) for name in (*hooks, "optimizer_zero_grad")]
-        asked += [(callback, name) for callback in callbacks for name in hooks]
-        if not any(is_overridden(name, owner) for owner, name in asked):
-            return None
-        held = [part_of(parameter) for _, parameter in self.pipeline.own]
-        real = [torch.view_as_real(values) if values.is_complex() else values for values in held]
-        sums = [total for values in real for total in (values.double().sum(), values.double().abs().sum())]
-        return torch.stack(sums).view(torch.int64).tolist() if sums else []
+        assert self.lightning_module is not None
+        return fingerprint(self.lightning_module, (part_of(parameter) for _, parameter in self.pipeline.own))
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         return self._evaluate("validation", batch, args)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
 from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
 from lightning_parallel.zero.full_shards import ShardedEngine
 
@@ -19,16 +20,29 @@ from lightning_parallel.zero.full_shards import ShardedEngine
 class ZeROSteps(ZeROCheckpoints):
     """The part of `ZeROStrategy` that runs steps."""
 
+    _weights_of_step: list[int] | None = None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.begin_step()
         with self.engine.looking_at_steps():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        self._weights_of_step = self._fingerprint()
+        return output
+
+    def _fingerprint(self) -> list[int] | None:
+        """Of what will be gathered anew for the backward."""
+        assert self.lightning_module is not None
+        held = self.engine.gathered_anew()
+        return fingerprint(self.lightning_module, held) if held else None
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; gradients are reduced while it runs, before `on_after_backward`."""
         module = self.lightning_module
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if module.automatic_optimization:
+            why = "weights are gathered anew for it"
+            refuse_written(self._weights_of_step, self._fingerprint(), f"{type(self).__name__}(stage=3)", why)
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, module)

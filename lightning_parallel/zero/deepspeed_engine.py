@@ -149,6 +149,10 @@ class DeepSpeedEngine(DividedModule):
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward, and that hooks may write to: none; others raise."""
+        return []
+
     def after_evaluation_step(self, is_last: bool) -> None:
         """Stage 3 gathers in every step, so all ranks need as many batches. Collective.
 
@@ -249,14 +253,16 @@ class DeepSpeedEngine(DividedModule):
         return result
 
     def _take_over_writes(self) -> None:
-        """Hooks may have written to parameters of stages 1 and 2: the vectors that are updated go on from there."""
-        if self.options.stage == 3:
-            return
-        self._rebind()
-        if self.options.dtype == self.options.updated:
+        """Hooks may have written to whole parameters, in stage 3 small ones: the vectors that are updated go on there."""
+        stage = self.options.stage
+        if stage < 3:
+            self._rebind()
+        if stage < 3 and self.options.dtype == self.options.updated:
             self.inner.refresh_fp32_params()
             return
         for parameter, fragment in self.fragments.items():
+            if parameter.numel() < fragment.shape.numel():
+                continue  # an empty one, which the veil has kept from being written to
             wide = fragment.of(fragment.flat)
             seen = parameter.detach().reshape(-1)[fragment.begin : fragment.begin + fragment.numel].to(wide.device)
             wide.copy_(torch.where(seen == wide.to(seen.dtype), wide, seen.to(wide.dtype)))

@@ -163,6 +163,12 @@ class ShardedEngine(ShardStates):
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward: this rank's shards of them."""
+        if self.options.stage < 3:
+            return []
+        return [p.detach().to_local() for p in self.module.parameters() if isinstance(p, DTensor)]
+
     def after_evaluation_step(self, is_last: bool) -> None:
         """Ranks may have different numbers of batches to evaluate: where some have come to their last and others have
         not, all gather everything once, and those go on alone. Collective until then.

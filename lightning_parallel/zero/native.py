@@ -65,6 +65,10 @@ class NativeEngine:
         self.partition.reducer.pause()
         self.partition.share_buffers()
 
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward."""
+        return []
+
     def after_evaluation_step(self, is_last: bool) -> None:
         """Every rank evaluates by itself."""
 

@@ -91,6 +91,16 @@ def take_over_gathered(parts: Sequence[FSDPModule]) -> None:
             for held in group.fsdp_params:
                 if held.sharded_state.name == "UNSHARDED":
                     _take_over(held.sharded_param, held._unsharded_param)
+                    _put_back(held)
+
+
+def _put_back(held: Any) -> None:
+    """A gathered parameter that was given other memory has its own again, with what the forward read: the backward
+    reads it, and then it is freed."""
+    gathered, outputs = held._unsharded_param, held.all_gather_outputs
+    if len(outputs) == 1 and gathered.untyped_storage().data_ptr() != outputs[0].untyped_storage().data_ptr():
+        size = torch.Size(held._orig_size)
+        gathered.data = outputs[0].as_strided(size, held._contiguous_orig_stride, 0)
 
 
 def _take_over(sharded: Any, gathered: Tensor) -> None:
