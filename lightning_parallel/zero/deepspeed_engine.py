@@ -253,7 +253,7 @@ class DeepSpeedEngine(DividedModule):
         return result
 
     def _take_over_writes(self) -> None:
-        """Hooks may have written to whole parameters, in stage 3 small ones: the vectors that are updated go on there."""
+        """Hooks may have written to whole parameters, in stage 3 small ones: the vectors to update go on from there."""
         stage = self.options.stage
         if stage < 3:
             self._rebind()

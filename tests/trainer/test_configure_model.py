@@ -87,7 +87,7 @@ def test_forked_ranks_give_a_late_module_its_weights(name: str, tmp_path: Path):
     def notebook(_: int) -> tuple[Any, Any]:
         module = Late()
         trainer = make_trainer(FORKED[name](), 2, **OPTIONS)
-        trainer.fit(module, row_loader())
+        trainer.fit(module, row_loader(), row_loader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return {k: v.clone() for k, v in module.state_dict().items()}, None
 
@@ -102,6 +102,6 @@ def test_forked_ranks_give_a_late_module_its_weights(name: str, tmp_path: Path):
 def test_what_cannot_be_built_here_is_said():
     def notebook(_: int) -> None:
         with pytest.warns(UserWarning, match=r"has no place for 10 of them.*configure_model raised AttributeError"):
-            make_trainer(FORKED["zero_1"](), 2, **OPTIONS).fit(NeedsSetup(), row_loader())
+            make_trainer(FORKED["zero_1"](), 2, **OPTIONS).fit(NeedsSetup(), row_loader(), row_loader())
 
     run_ranks(notebook, 1, group=False, timeout=50.0)

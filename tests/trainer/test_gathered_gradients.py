@@ -11,6 +11,7 @@ from tests.trainer.modules import Classifier
 from tests.trainer.pipelines import LOSS, WEIGHTS
 from tests.trainer.zeros import Fit, ddp, on_ranks
 
+pytestmark = pytest.mark.filterwarnings(r"ignore:torch\.distributed\.nn\.functional:FutureWarning")  # DDP's
 OPTIONS: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0}
 
 

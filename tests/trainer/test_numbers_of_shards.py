@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"max_steps": 2, "use_distributed_sampler": False, "li
 def numbers(module: nn.Module) -> list[float]:
     found: list[float] = []
     for p in module.parameters():
-        for x in (p, p.grad):
+        for x in (p.detach(), p.grad):
             found += [float(x.norm()), x.sum().item(), float(x.abs().max()), x.pow(2).sum().sqrt().item()]
             found += [x.mean().item(), x.norm(1).item(), float(x.norm(float("inf"))), float(bool((x != 0).any()))]
     return found
@@ -36,7 +36,7 @@ class Reads(Classifier):
         norms = grad_norm(self, 2)
         self.seen += [float(value) for value in norms.values()]
         self.log_dict({f"logged_{key}": value for key, value in norms.items()})
-        self.seen.append(float(f"{self.net[0].weight.norm():.6f}"))
+        self.seen.append(float(f"{self.net[0].weight.detach().norm():.6f}"))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("weight_norm", sum(p.detach().pow(2).sum() for p in self.parameters()).sqrt())
