@@ -62,6 +62,12 @@ class PrunedOptimizer:
         held = {id(p): entry.name for entry, p in self.table.own()}
         return id(parameter) in held and held[id(parameter)] not in self.tensor.shares
 
+    def unguard(self) -> None:
+        """Somebody else is about to guard the optimizer's state."""
+        if self._guarded is not None:
+            self._guarded.undo()
+            self._guarded = None
+
     def release(self) -> None:
         """Give the optimizer its own methods back."""
         if self._guarded is not None:

@@ -104,6 +104,8 @@ class DividedPipeline(GatheredSteps):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         states = self._divide(pipeline) if self._states is None else self._states
+        for pruned in self._pruned.values():
+            pruned.unguard()
         states.partition.take(self.optimizers)
         if self.zero_stage == 3:
             self._divide_copies(trainer, states)

@@ -27,10 +27,15 @@ class GuardedState(dict[Any, Any]):
         words: said to whoever reads it.
         whole: whether this rank holds all of the state of a key, which may then be read.
 
+    Attributes:
+        of: once a run is over, the ids of the parameters whose states these are.
+
     Example:
         >>> GuardedState({}, "Divided.")
         GuardedState(Divided.)
     """
+
+    of: list[int] | None = None
 
     def __init__(self, held: States, words: str, whole: Callable[[Any], bool] = lambda key: False) -> None:
         super().__init__()
@@ -139,6 +144,11 @@ class GuardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, words: str, whole: Callable[[Any], bool]) -> None:
         self.optimizer = optimizer
+        left = optimizer.state
+        if isinstance(left, GuardedState):  # of an earlier run, which may have divided otherwise
+            if getattr(left, "of", None) != self._parameters():
+                left.refuse()
+            optimizer.state = left.held  # type: ignore[assignment]
         self._before = {name: vars(optimizer).get(name) for name in ("step", *own_methods(optimizer))}
         self._guard = GuardedState(optimizer.state, words, whole)
         for name in self._before:
@@ -154,7 +164,18 @@ class GuardedOptimizer:
 
     def release(self) -> None:
         """Give the optimizer its own methods back; its state stays guarded, since it is a part still."""
+        self._adopt()
+        self._guard.of = self._parameters()
         give_back(self.optimizer, self._before)
+
+    def undo(self) -> None:
+        """Leave the optimizer as it was."""
+        self._adopt()
+        self.optimizer.state = self._guard.held  # type: ignore[assignment]
+        give_back(self.optimizer, self._before)
+
+    def _parameters(self) -> list[int]:
+        return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def _adopt(self) -> None:
         if self.optimizer.state is not self._guard:  # somebody has put another one there
