@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,20 +156,26 @@ def _moved(
 ) -> Tensor:
     """By how much a few steps move parameters that an optimizer of that kind has, 1-D.
 
-    In 64 bits, since the first steps of some (Prodigy) are of 1e-6; in 32 if the optimizer has no other.
+    In 64 bits, since the first steps of some (Prodigy) are of 1e-6; in 32 if the optimizer has no other. Some make their
+    state where they are constructed.
     """
-    try:
-        return _steps(optimizer, values, gradients, torch.float64, loss)
-    except Exception:
-        return _steps(optimizer, values, gradients, torch.float32, loss)
+    errors: list[Exception] = []
+    for dtype in (torch.float64, torch.float32):
+        for make in (_like, _constructed):
+            try:
+                return _steps(optimizer, values, gradients, dtype, loss, make)
+            except Exception as error:
+                errors.append(error)
+    raise errors[-2]
 
 
 def _steps(
-    optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]], dtype: torch.dtype, loss: Tensor | None
-) -> Tensor:
+    optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]], dtype: torch.dtype, loss: Tensor | None,
+    make: Callable[[Optimizer, list[nn.Parameter]], Any],
+) -> Tensor:  # fmt: skip
     parameters = [nn.Parameter(value.to(dtype, copy=True)) for value in values]
     before = [parameter.detach().clone() for parameter in parameters]
-    trial = _like(optimizer, parameters)
+    trial = make(optimizer, parameters)
     if callable(getattr(trial, "train", None)):  # schedule-free ones step in training mode
         type(trial).train(trial)
     for of_step in gradients:
@@ -202,6 +209,11 @@ def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
                 made.param_groups = inner.param_groups
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return made
+
+
+def _constructed(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
+    """Such an optimizer, made anew with its defaults."""
+    return type(optimizer)(parameters, **optimizer.defaults)
 
 
 def _own(value: Any) -> Any:

@@ -64,6 +64,23 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
 
+class Early(torch.optim.Optimizer):
+    """Makes its state where it is constructed."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["sum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = run(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["sum"].addcmul_(p.grad, p.grad)
+            p.addcdiv_(p.grad, self.state[p]["sum"].sqrt() + 1e-8, value=-0.1)
+        return loss
+
+
 class Polyak(torch.optim.Optimizer):
     """Its step is as long as the loss is high."""
 
