@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -156,8 +157,8 @@ def _moved(
 ) -> Tensor:
     """By how much a few steps move parameters that an optimizer of that kind has, 1-D.
 
-    In 64 bits, since the first steps of some (Prodigy) are of 1e-6; in 32 if the optimizer has no other. Some make their
-    state where they are constructed.
+    In 64 bits, since the first steps of some (Prodigy) are of 1e-6; in 32 if the optimizer has no other. Some make
+    their state where they are constructed.
     """
     errors: list[Exception] = []
     for dtype in (torch.float64, torch.float32):
@@ -213,7 +214,8 @@ def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
 
 def _constructed(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
     """Such an optimizer, made anew with its defaults."""
-    return type(optimizer)(parameters, **optimizer.defaults)
+    known = signature(type(optimizer)).parameters  # `copy` has added a default that not all take
+    return type(optimizer)(parameters, **{name: value for name, value in optimizer.defaults.items() if name in known})
 
 
 def _own(value: Any) -> Any:
