@@ -39,7 +39,7 @@ WORDS = (
 class _Divided(GuardedState):
     """The states of an optimizer that is divided; once it is released, of which elements they are."""
 
-    pieces: dict[nn.Parameter, tuple[tuple[int, int], dict[str, Any]]] | None = None
+    pieces: dict[nn.Parameter, tuple[tuple[int, int], nn.Parameter]] | None = None  # and the segments they lie in
 
 
 class _Whole(defaultdict[Any, Any]):
@@ -103,9 +103,9 @@ class ShardedOptimizer:
         give_back(self.optimizer, self._before)
         if isinstance(self.optimizer.state, GuardedState):
             self._guard.pieces = {
-                parameter: (self.partition.piece(parameter), state)
+                parameter: (self.partition.piece(parameter), segment)
                 for parameter in self.parameters
-                if (state := self.state_of(parameter))
+                if (segment := self.partition.segment(parameter)) is not None
             }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,7 +159,8 @@ class ShardedOptimizer:
         pieces = getattr(left, "pieces", None)
         if pieces is None or any(piece != self.partition.piece(p) for p, (piece, _) in pieces.items()):
             left.refuse()
-        self._guard.held = {self.partition.segment(p): state for p, (_, state) in pieces.items()}
+        states = {p: left.held.get(segment) for p, (_, segment) in pieces.items()}
+        self._guard.held = {self.partition.segment(p): state for p, state in states.items() if state}
         self._set_state(self._guard)
 
     def _set_state(self, state: Any) -> None:
