@@ -157,7 +157,10 @@ class ShardedOptimizer:
     def _take_left(self, left: GuardedState) -> None:
         """The optimizer has states of an earlier run: go on with them if the same ranks hold the same parts."""
         pieces = getattr(left, "pieces", None)
-        if pieces is None or any(piece != self.partition.piece(p) for p, (piece, _) in pieces.items()):
+        partition = self.partition
+        if pieces is None or not all(
+            partition.holds(p) and partition.piece(p) == piece for p, (piece, _) in pieces.items()
+        ):
             left.refuse()
         states = {p: left.held.get(segment) for p, (_, segment) in pieces.items()}
         self._guard.held = {self.partition.segment(p): state for p, state in states.items() if state}

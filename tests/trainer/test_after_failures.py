@@ -181,3 +181,40 @@ def test_a_pipeline_of_two_ranks_goes_on():
     (last, after), (first, _) = run_ranks(on_rank, 2, [free_port(), free_port()], group=False, timeout=55.0)
     assert not last.keys() & first.keys()
     torch.testing.assert_close(after, dict(plain({**first, **last})), **LOSS)
+
+
+def twice(make: Make, ranks: int) -> dict[str, Any]:
+    """Weights after two fits of a module whose optimizer is the same object."""
+    torch.manual_seed(1)
+    module = Breaks()
+    module.breaks = False
+    for _ in range(2):
+        if ranks > 1:
+            join_as_torchrun(int(os.environ["RANK"]), ranks, PORTS.pop())
+        trainer = make_trainer(make(), ranks, **OPTIONS)
+        trainer.fit(module, row_loader())
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+PORTS: list[int] = []
+AGAIN = {
+    "zero_1": lambda: ZeROStrategy(stage=1, bucket_mb=1e-4),
+    "hybrid 2": lambda: HybridStrategy(zero_stage=2),
+    "pipeline": lambda: PipelineStrategy(num_microbatches=2, blocks=["fc1", "fc2", "fc3", "fc4"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGAIN)
+def test_the_same_optimizer_goes_on(name: str):
+    """From its states, where the same ranks hold the same parts of them."""
+    PORTS[:] = [free_port(), free_port()]
+    found = run_ranks(lambda rank: twice(AGAIN[name], 2), 2, group=False, timeout=55.0)[0]
+    torch.testing.assert_close(found, twice(lambda: "auto", 1), **LOSS)
+
+
+@pytest.mark.slow
+def test_an_optimizer_whose_states_were_divided_otherwise_is_refused():
+    PORTS[:] = [free_port(), free_port()]
+    with pytest.raises(Exception, match=r"The states of Adam are divided among the ranks.*resume from a checkpoint"):
+        run_ranks(lambda rank: twice(lambda: ZeROStrategy(stage=3), 2), 2, group=False, timeout=55.0)
