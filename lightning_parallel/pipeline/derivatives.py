@@ -51,7 +51,7 @@ def looked_at(look: Look) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward, forward_ad.make_dual = run, make_dual  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward, forward_ad.make_dual = run, make_dual
 
 
 def reaches(tensors: Iterable[Tensor], is_there: Callable[[Any], bool]) -> bool:

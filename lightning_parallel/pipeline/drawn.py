@@ -188,7 +188,7 @@ class Drawing(TorchDispatchMode):
 
     def _view(self, tensor: Tensor) -> _View:
         key = tensor.untyped_storage()._cdata
-        return _View(key, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return _View(key, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _viewed(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self._view(x) if self._knows(x) else x.detach(), tree)
@@ -244,7 +244,7 @@ def _extent(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + reach + 1
+    return int(tensor.storage_offset()) + reach + 1
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -152,7 +152,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         try:
             if output.weights_path is not None:
-                build_where_weights_go(trainer.lightning_module, self._strategy.checkpoint_io, output.weights_path)
+                build_where_weights_go(trainer.lightning_module, self._strategy.checkpoint_io, str(output.weights_path))
             self._recover_results_in_main_process(output, trainer)
         finally:
             if output.weights_path is not None:

@@ -170,7 +170,7 @@ class DividedModule(DividedStates):
         if self.optimizer is not None:
             for name in ("step", "zero_grad", "add_param_group"):
                 vars(self.optimizer).pop(name, None)
-            self.optimizer.state = left  # type: ignore[assignment]
+            self.optimizer.state = left
             for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["params"] = params
         forget_groups()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_parallel.zero.closed import Kept, close, reopen
 from lightning_parallel.zero.guarded_state import GuardedState, give_back, own_methods
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _VALUES = (
     "`{what}` uses parameter `{name}`, which DeepSpeed's stage 3 leaves empty between steps. Where hooks read or write"
     ' parameters use ZeROStrategy(stage=2, engine="deepspeed"), or stage=3 with engine="fsdp2".'
@@ -91,18 +91,18 @@ class Veil:
             give_back(self._optimizer, self._methods)
 
 
-def behind_veil(method: Callable[_P, _R]) -> Callable[_P, _R]:
+def behind_veil(method: _F) -> _F:
     """A method of an object with a `veil` that runs without it."""
 
     @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(*args: Any, **kwargs: Any) -> Any:
         veil: Veil | None = getattr(args[0], "veil", None)
         if veil is None:
             return method(*args, **kwargs)
         with veil.lifted():
             return method(*args, **kwargs)
 
-    return run
+    return cast(_F, run)
 
 
 def _refusing(words: str) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ class ShardedEngine(ShardStates):
         """Weights that a backward does not have from its forward: this rank's shards of them."""
         if self.options.stage < 3:
             return []
-        return [p.detach().to_local() for p in self.module.parameters() if isinstance(p, DTensor)]
+        return [local_of(p.detach()) for p in self.module.parameters() if isinstance(p, DTensor)]
 
     def after_evaluation_step(self, is_last: bool) -> None:
         """Ranks may have different numbers of batches to evaluate: where some have come to their last and others have

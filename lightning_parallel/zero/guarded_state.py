@@ -49,10 +49,10 @@ class GuardedState(dict[Any, Any]):
         """
         raise ValueError(self.words)
 
-    __len__ = __iter__ = __reversed__ = __eq__ = __ne__ = __or__ = __ior__ = __delitem__ = refuse  # type: ignore
-    __setitem__ = keys = values = items = copy = pop = popitem = setdefault = update = refuse  # type: ignore
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse  # type: ignore
-    __hash__ = None  # type: ignore[assignment]
+    __len__ = __iter__ = __reversed__ = __eq__ = __ne__ = __or__ = __ior__ = __delitem__ = refuse
+    __setitem__ = keys = values = items = copy = pop = popitem = setdefault = update = refuse
+    __copy__ = __deepcopy__ = __reduce_ex__ = refuse
+    __hash__ = None
 
     def __bool__(self) -> bool:
         self.refuse()
@@ -95,7 +95,7 @@ def exposed(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        guard.held, optimizer.state = optimizer.state, guard  # type: ignore[assignment]
+        guard.held, optimizer.state = optimizer.state, guard
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def covered(optimizer: Optimizer, guard: GuardedState) -> Iterator[None]:
     try:
         yield
     finally:
-        optimizer.state = guard.held  # type: ignore[assignment]
+        optimizer.state = guard.held
 
 
 def sharers(optimizer: Optimizer) -> list[Optimizer]:

@@ -214,13 +214,14 @@ def own_pieces(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 def give_whole(optimizer: Optimizer, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """After a run: an optimizer has the module's parameters again. States of shards are left guarded; where this rank
     had all of a parameter its state is whole."""
+    of: dict[Any, Any] = dict(whole)
     for group in optimizer.param_groups:
-        group["params"] = [whole.get(p, p) for p in group["params"]]
-    held = {whole.get(p, p): {k: _local(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+        group["params"] = [of.get(p, p) for p in group["params"]]
+    held = {of.get(p, p): {k: _local(v) for k, v in state.items()} for p, state in optimizer.state.items()}
     is_whole = all(p.to_local().numel() == p.numel() for p in whole if isinstance(p, DTensor))
-    optimizer.state = (  # type: ignore[assignment]
-        defaultdict(dict, held) if is_whole else GuardedState(held, WORDS.format(name=type(optimizer).__name__))
-    )
+    words = WORDS.format(name=type(optimizer).__name__)
+    left: Any = defaultdict(dict, held) if is_whole else GuardedState(held, words)
+    optimizer.state = left
 
 
 def _local(value: Any) -> Any:

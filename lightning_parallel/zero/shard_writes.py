@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.zero.shards import cut_like, groups_of, wrap_like
 
-_data: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_data: Any = torch._C.TensorBase.data
 
 
 class ShardedData:

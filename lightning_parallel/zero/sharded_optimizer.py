@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self.optimizer, self.partition = optimizer, partition
         self._checked = -1
         self._guard = _Divided({}, WORDS.format(name=type(optimizer).__name__))  # which holds states by segment
-        left = optimizer.state
+        left: Any = optimizer.state
         self._sharers = sharers(optimizer)
         names = ("step", "add_param_group", *own_methods(optimizer))
         self._before = {name: vars(optimizer).get(name) for name in names}
@@ -76,11 +76,9 @@ class ShardedOptimizer:
         for name in own_methods(optimizer):
             run = partial(self.call, name, getattr(optimizer, name))
             setattr(optimizer, name, wrapped(optimizer, getattr(optimizer, name), run))
-        if isinstance(left, GuardedState):
-            self._left = left
+        self._left: GuardedState | None = left if isinstance(left, GuardedState) else None
+        if self._left is not None:
             self._set_state({})
-        else:
-            self._left = None
 
     @property
     def names(self) -> list[str]:
