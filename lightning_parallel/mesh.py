@@ -21,6 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _Address: TypeAlias = tuple[
     int, str, int
 ]  # process, host and port: what a process forked from this one has is not its own
+# Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
+_EAGER_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+_set_here: list[str] = []  # variables of the environment that are set for a run
 _stores: dict[_Address, Any] = {}
 _runs: dict[_Address, int] = {}
 
@@ -138,8 +141,9 @@ def _environment(**variables: str) -> Iterator[None]:
 
 def connect(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
     """Open the default process group: gloo for host tensors, NCCL beside it on CUDA."""
-    # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    if device.type == "cuda" and _EAGER_WARNING not in os.environ:
+        os.environ[_EAGER_WARNING] = "false"
+        _set_here.append(_EAGER_WARNING)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
@@ -151,6 +155,8 @@ def disconnect(failed: bool = False) -> None:
     NCCL communicators are aborted: all work is done by then, and an orderly end would wait for groups that others
     opened.
     """
+    while _set_here:
+        os.environ.pop(_set_here.pop(), None)
     if not (dist.is_available() and dist.is_initialized()):
         return
     if "nccl" not in dist.get_backend_config():

@@ -17,9 +17,15 @@ from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.parameters import ParameterTable
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
+from lightning_parallel.zero.guarded_state import GuardedOptimizer, exposed, give_back, held_state
 from lightning_parallel.zero.state import numbered_groups
 
 Gather = Callable[[Any], Sequence[Any] | None]
+_WORDS = (
+    "The states of {name} are in several processes, each with those of its own stage, and this reads them on one. Call"
+    " trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets the state dict that one process would have."
+    " optimizer.state[p] may be read of a parameter that this rank holds."
+)
 States = Mapping[Any, Mapping[str, Any]]  # of an optimizer, by parameter
 
 
@@ -45,7 +51,28 @@ class PrunedOptimizer:
         self.groups: list[list[str]] = []
         self.prune()
         self._add_group = optimizer.add_param_group
+        self._before = {"add_param_group": vars(optimizer).get("add_param_group")}
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        self._guarded: GuardedOptimizer | None = None
+        if self.tensor.shares or any(not table.owns(name) for name in self.table.by_name):
+            self._guarded = GuardedOptimizer(optimizer, _WORDS.format(name=type(optimizer).__name__), self._is_whole)
+
+    def _is_whole(self, parameter: Any) -> bool:
+        """Whether this rank has all of a parameter's state, which hooks may read."""
+        held = {id(p): entry.name for entry, p in self.table.own()}
+        return id(parameter) in held and held[id(parameter)] not in self.tensor.shares
+
+    def unguard(self) -> None:
+        """Somebody else is about to guard the optimizer's state."""
+        if self._guarded is not None:
+            self._guarded.undo()
+            self._guarded = None
+
+    def release(self) -> None:
+        """Give the optimizer its own methods back."""
+        if self._guarded is not None:
+            self._guarded.release()
+        give_back(self.optimizer, self._before)
 
     def prune(self) -> None:
         """Leave each group this rank's parameters.
@@ -67,7 +94,7 @@ class PrunedOptimizer:
         for group in new:
             for parameter in group["params"]:
                 if isinstance(parameter, ForeignParameter):
-                    self.optimizer.state.pop(parameter, None)  # Adagrad makes its state at construction
+                    held_state(self.optimizer).pop(parameter, None)  # Adagrad makes its state at construction
             group["params"] = [p for p in group["params"] if not isinstance(p, ForeignParameter)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -107,7 +134,7 @@ class PrunedOptimizer:
             tensor: makes whole what the tensor axis cut; None leaves this rank's part of it.
         """
         tensor = tensor or Uncut()
-        states = self.optimizer.state if states is None else states
+        states = held_state(self.optimizer) if states is None else states
         groups = numbered_groups(self.optimizer)
         for group, names in zip(groups, self.groups, strict=True):
             group["params"] = [self.number[name] for name in names]
@@ -150,7 +177,8 @@ class PrunedOptimizer:
             local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
             count += len(own)
-        (load or self.optimizer.load_state_dict)({"state": local, "param_groups": groups})
+        with exposed(self.optimizer):
+            (load or self.optimizer.load_state_dict)({"state": local, "param_groups": groups})
 
 
 def full_state_dict(

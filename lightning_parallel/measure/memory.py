@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.storages import Key, count_bytes, tensors_in
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.zero.guarded_state import held_state
 
 CATEGORIES = ("parameters", "buffers", "optimizer", "gradients", "activations", "other")
 Bytes = Mapping[str, int]
@@ -159,7 +160,8 @@ class MemoryMeter:
         """Bytes that do not change within a forward or a backward, and the storages they are in."""
         seen: set[Key] = set()
         # What states belong to are parameters, counted as such, or copies of them that only the optimizer has.
-        states = tensors_in([[*optimizer.state, *optimizer.state.values()] for optimizer in self.optimizers])
+        held = [held_state(optimizer) for optimizer in self.optimizers]
+        states = tensors_in([[*state, *state.values()] for state in held])
         trees = {
             "parameters": self.module.parameters(),
             "buffers": self.module.buffers(),

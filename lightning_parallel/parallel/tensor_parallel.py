@@ -30,6 +30,7 @@ from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.parallel.widths import own_widths
 from lightning_parallel.pipeline.buckets import buckets, views
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
+from lightning_parallel.zero.closed import lose
 
 _CLASSES = {**STYLES, "heads": Heads, "experts": Experts}
 
@@ -141,12 +142,16 @@ class TensorParallel(Uncut):
         """Whether this rank's part of a parameter is one that counts in norms."""
         return name in self.shares or self.axis.rank == 0
 
-    def make_whole(self) -> None:
-        """Give every parameter its whole data back; all ranks call it."""
+    def make_whole(self, failed: bool = False) -> None:
+        """Give every parameter its whole data back; all ranks call it. After a failure nobody is asked, and parameters
+        that are cut raise when they are read."""
         for name, parameter in self.model.named_parameters():
             if name in self.shares and not isinstance(parameter, Phantom):
                 parameter.grad = None
-                parameter.data = self.whole(name, parameter.data)
+                if failed:
+                    lose(parameter, name, torch.Size(self.shares[name].shape))
+                else:
+                    parameter.data = self.whole(name, parameter.data)
 
     def release(self) -> None:
         """Give every module its own class and attributes back."""

@@ -42,7 +42,7 @@ class Uncut:
         """Whether this rank's part of a parameter is one that counts in norms."""
         return True
 
-    def make_whole(self) -> None:
+    def make_whole(self, failed: bool = False) -> None:
         """Give every parameter its whole data back; all ranks call it."""
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT
 from lightning_parallel.pipeline.partition import Unit
 
 _CALL = ", call "
@@ -68,6 +69,32 @@ NEARER = (
     "Pass it through the blocks (as an argument of the block where the stage begins), set skip_connections=True, or"
     " choose blocks= so that producer and reader share a stage."
 )
+
+
+DERIVATIVE_OF_FREED = (
+    'The step takes a derivative (torch.autograd.grad, backward, torch.func), and gather="microbatch" frees the weights'
+    f" of a block as soon as it was called. {RUNS_IT}"
+)
+
+
+TRANSFORMED = (
+    "The step calls the model inside a function of torch.func (grad, vjp, jvp, vmap), and a part of the model runs in"
+    f" other processes, which see no more than plain values. {RUNS_IT}"
+)
+BACKWARD_IN_STEP = (
+    "The step calls backward itself, and what it leaves in the parameters' gradients would be added to the step's own,"
+    " which begin before Lightning zeroes them. Take torch.autograd.grad(...) by the inputs that you need. Or"
+    " ZeROStrategy(stage=1) or stage=2 run it as one process does."
+)
+
+
+def derivative(stage: int) -> str:
+    """The step takes a derivative through a stage that another rank holds."""
+    return (
+        "The step takes a derivative (torch.autograd.grad, backward, torch.func), of which the graph of stage"
+        f" {stage} has a part: stage {stage - 1 if stage else 1} ran the rest, and what it leads to would be taken for"
+        f" zero. {RUNS_IT}"
+    )
 
 
 def moved(unit: str, stage: int) -> str:

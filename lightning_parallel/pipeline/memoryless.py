@@ -6,15 +6,17 @@ same whoever makes them, and in whatever order.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.weights import Part, load_noted_into
+from lightning_parallel.pipeline.drawn import drawing, drawn_values
 from lightning_parallel.pipeline.parameters import ParameterTable, prefixes
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.random_streams import mix
@@ -22,19 +24,29 @@ from lightning_parallel.pipeline.random_streams import mix
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Parameters registered inside get no memory (they land on the meta device); buffers stay real."""
+    """Parameters registered inside get no memory (they land on the meta device); buffers stay real.
+
+    After `seed_everything` they will have the initial values that one process draws (see ``drawn.py``).
+    """
     register = nn.Module.register_parameter
+    with drawing("PL_GLOBAL_SEED" in os.environ) as drawn:
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
-        register(module, name, parameter)
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if drawn is not None and parameter is not None:
+                drawn.know(parameter)
+            if parameter is not None and parameter.device.type != "meta":
+                real = parameter.detach()
+                on_meta = nn.Parameter(real.to("meta"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, on_meta)
+                if drawn is not None:
+                    drawn.take(parameter, real)
+            register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 Made: TypeAlias = Callable[[str, nn.Parameter], None]
@@ -111,15 +123,20 @@ def materialize(
         ]
         if not own or not wanted(name):
             continue
+        values = {leaf: drawn_values(cast(nn.Parameter, module._parameters[leaf])) for leaf in own}
         for leaf in own:
             parameter = module._parameters[leaf]
             assert parameter is not None
             if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                drawn = values[leaf]
+                held = torch.empty_like(parameter, device=device) if drawn is None else drawn.to(device).contiguous()
+                memo[id(parameter)] = nn.Parameter(held, parameter.requires_grad)
             module._parameters[leaf] = memo[id(parameter)]
+        is_drawn = all(value is not None for value in values.values())
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(mix(seed, index))
-            _initializer(table.model, name, module)()
+            if not is_drawn:
+                _initializer(table.model, name, module)()
         for full in (f"{name}.{leaf}" if name else leaf for leaf in own):
             if len(table.by_name[full].names) == 1:
                 made(full, table.model.get_parameter(full))

@@ -77,7 +77,8 @@ class RunState:
         self.plain = (
             not learn and not self._recomputes_blocks and not sends_results and not going.after and cut.windows is None
         )
-        self._replaying = False
+        self._is_divided = cut.layout.num_stages > 1 or cut.windows is not None
+        self._replaying, self._inside = False, 0  # how many calls of units are under way
         self._first_block = cut.layout.bounds[stage]
 
     @property

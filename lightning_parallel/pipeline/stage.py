@@ -14,15 +14,16 @@ Left out is what needs a later stage's result on an earlier one; it raises, nami
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline import calls
 from lightning_parallel.pipeline.calls import ONCE, nth
+from lightning_parallel.pipeline.derivatives import is_transformed, looked_at, node_of, reaches
 from lightning_parallel.pipeline.entry import NotSent
 from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.partition import Unit
@@ -42,7 +43,7 @@ class StageRun(UnitCalls):
             PhantomError: the step cannot be run in stages as it is written.
         """
         try:
-            with self.cut.active_as(self), self._lending():
+            with self.cut.active_as(self), self._lending(), looked_at(self._refuse_derivative):
                 result = self.realized(step())
         except StepCut:
             return None
@@ -57,6 +58,27 @@ class StageRun(UnitCalls):
         if self.is_last:
             self._refuse_phantoms(result, "returns")
         return result
+
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
+        """The step takes a derivative itself; inside a unit it may.
+
+        Raises:
+            PhantomError: an earlier stage ran a part of what is to be derived, or weights have been freed since; or it
+                adds to gradients, which this step's own do not begin anew from.
+        """
+        if self._inside:
+            return
+        if adds:
+            raise PhantomError(calls.BACKWARD_IN_STEP)
+        if not self._is_divided:
+            return
+        if self.cut.windows is not None:
+            raise PhantomError(calls.DERIVATIVE_OF_FREED)
+        received = {node for x in self._goods.inputs.values() if (node := node_of(x)) is not None}
+        is_forward_mode = not outputs
+        whole = [x for x in inputs if reaches([x], received.__contains__)]
+        if is_forward_mode or (len(whole) < max(1, len(inputs)) and reaches(outputs, received.__contains__)):
+            raise PhantomError(calls.derivative(self.stage))
 
     def _refuse_end(self, result: Any) -> None:
         """The step ended on a stage that is not the last."""
@@ -88,6 +110,8 @@ class StageRun(UnitCalls):
     ) -> Any:
         """What a call of a unit does in this run; `owner` is the unit's module, `module` its own `__call__`."""
         unit = hook.unit
+        if self._is_divided and not self._inside and is_transformed():
+            raise PhantomError(calls.DERIVATIVE_OF_FREED if self.cut.windows is not None else calls.TRANSFORMED)
         if self._replaying:
             return self._call_again(hook, owner, module, args, kwargs)
         before_this = self.called.get(unit.name, 0)
@@ -101,10 +125,14 @@ class StageRun(UnitCalls):
             return self._phantom_result(hook, owner, args, kwargs, before_this)
         self._enter_at_first_block(unit, args, kwargs, before_this)
         args, kwargs = self._real_arguments(unit, args, kwargs)
-        if self.record is None:
-            result = self._compute(hook, owner, module, args, kwargs, before_this)
-        else:
-            result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
+        self._inside += 1
+        try:
+            if self.record is None:
+                result = self._compute(hook, owner, module, args, kwargs, before_this)
+            else:
+                result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
+        finally:
+            self._inside -= 1
         if self._goods.keep is not None:
             self._goods.put_all(nth(hook.name, before_this), result)
         if self.exits:

@@ -81,7 +81,7 @@ class GatheredSteps(DividedCheckpoints):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """For hooks: inside, this rank's parameters are whole also in stage 3, where they cannot be read between steps.
-        All ranks enter it; what is written inside is lost."""
+        All ranks enter it, and what all of them write inside stays."""
         return nullcontext() if self._states is None or self._released else self._states.windows.whole()
 
     def _compare_replicas(self, when: str) -> None:

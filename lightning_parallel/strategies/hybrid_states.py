@@ -104,6 +104,8 @@ class DividedPipeline(GatheredSteps):
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, name)
         states = self._divide(pipeline) if self._states is None else self._states
+        for pruned in self._pruned.values():
+            pruned.unguard()
         states.partition.take(self.optimizers)
         if self.zero_stage == 3:
             self._divide_copies(trainer, states)
@@ -175,6 +177,9 @@ class DividedPipeline(GatheredSteps):
         if self._states is not None and self.watch is not None and not self.failed:
             with self.blocked("the other ranks at the end of the run"):
                 self._states.release()
+            self._released = True
+        elif self._states is not None:
+            self._states.release(failed=True)
             self._released = True
         super().teardown()
 

@@ -91,7 +91,17 @@ class MeetingStrategy(MeshStrategy):
         return combined(self.all_gathered(tensor), reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over workers, waiting for all of them even in a step; gradients stay with their worker."""
+        """Gather over workers, waiting for all of them even in a step.
+
+        Raises:
+            ValueError: gradients are to go through it, which no worker sends.
+        """
+        if sync_grads and self.world_size > 1 and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(self).__name__}: all_gather(sync_grads=True) would have no gradient, since workers send each"
+                " other no gradients of values. Use ZeROStrategy(stage=1), where it has one process's, or gather with"
+                " sync_grads=False what needs none."
+            )
         return tensor if self.world_size == 1 else torch.stack(self.all_gathered(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
@@ -37,6 +36,7 @@ from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.log_spreader import LogSpreader
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
+from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 
@@ -199,6 +199,7 @@ class PipelineStrategy(PipelineBuilding):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
+            share_methods(self._lightning_optimizers)
             self._states_to_device()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -222,12 +223,14 @@ class PipelineStrategy(PipelineBuilding):
         if self._metrics is not None:
             self.metrics.release(failed)
             self._metrics = None
-        if self._pipeline is not None and not failed:
-            self.tensor.make_whole()
+        if self._pipeline is not None:
+            self.tensor.make_whole(failed)
         super().teardown()
         if self._pipeline is not None:
             self.pipeline.close()
             self.tensor.release()
-            if not failed:  # after a failure the device may never answer
-                _optimizers_to_device(self.optimizers, torch.device("cpu"))
+            for pruned in self._pruned.values():
+                pruned.release()
+            if not failed or self.root_device.type == "cpu":  # after a failure the device may never answer
+                states_to_device(self.optimizers, torch.device("cpu"))
                 self.pipeline.to_device(torch.device("cpu"))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -31,6 +30,8 @@ from lightning_parallel.pipeline.assembly import Pipeline
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.trainer.holders import catch_up, tell_whole_groups
+from lightning_parallel.trainer.optimizer_states import states_to_device
+from lightning_parallel.zero.guarded_state import held_state
 
 
 class PipelineCheckpoints(FileOrFolder):
@@ -117,7 +118,7 @@ class PipelineCheckpoints(FileOrFolder):
 
     def _states_of(self, optimizer: Optimizer) -> States:
         """An optimizer's states of this rank's parameters."""
-        return optimizer.state
+        return held_state(optimizer)
 
     def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take over an optimizer's states of this rank's parameters."""
@@ -162,4 +163,4 @@ class PipelineCheckpoints(FileOrFolder):
 
     def _states_to_device(self) -> None:
         """Optimizer states lie where they are updated."""
-        _optimizers_to_device(self.optimizers, self.root_device)
+        states_to_device(self.optimizers, self.root_device)

@@ -24,12 +24,14 @@ from lightning_parallel.pipeline.stats import PipelineStats
 from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.pipeline_arguments import LossWeight
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
+from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.repeats import Repeats
 from lightning_parallel.trainer.step import TrainerStep
+from lightning_parallel.zero.closed import part_of
 
 
 class PipelineSteps(PipelineGradients):
@@ -45,6 +47,7 @@ class PipelineSteps(PipelineGradients):
     _loss_checked: bool
     _loss_scale: LossScale | None
     _metrics: StepMetrics | None
+    _weights_of_step: list[int] | None = None
 
     @property
     def metrics(self) -> StepMetrics:
@@ -65,6 +68,7 @@ class PipelineSteps(PipelineGradients):
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
+        self._weights_of_step = self._fingerprint()
         return output
 
     def _replicas_compared(self) -> AbstractContextManager[None]:
@@ -81,8 +85,14 @@ class PipelineSteps(PipelineGradients):
         """Hand over the gradients that the schedule made; hooks run where Lightning runs them."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        why = "a step's backwards have run by then"
+        refuse_written(self._weights_of_step, self._fingerprint(), type(self).__name__, why)
         self._deliver()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def _fingerprint(self) -> list[int] | None:
+        assert self.lightning_module is not None
+        return fingerprint(self.lightning_module, (part_of(parameter) for _, parameter in self.pipeline.own))
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         return self._evaluate("validation", batch, args)

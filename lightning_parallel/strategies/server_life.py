@@ -41,9 +41,16 @@ from lightning_parallel.trainer.shared_values import (
 )
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.versions import Versions
+from lightning_parallel.zero.guarded_state import GuardedState, held_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+_WORDS = (
+    "The states of {name} are on the servers, and this reads those of a worker, which has none. Call"
+    " trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets the state dict that one process would have."
+)
 
 
 class ServerLife(ServerRuns):
@@ -127,6 +134,10 @@ class ServerLife(ServerRuns):
         worker.pull()
         worker.session.await_replicas()
         self.worker = worker
+        if plan.has_optimizer_on_servers and not isinstance(worker, BatchWorker):
+            for optimizer in self.optimizers:
+                name = type(optimizer).__name__
+                optimizer.state = GuardedState(optimizer.state, _WORDS.format(name=name))  # type: ignore[assignment]
 
     def _take_part(self, era: int = 0) -> ServerWorker:
         assert self._line is not None and self._plan is not None and self._job is not None
@@ -182,6 +193,8 @@ class ServerLife(ServerRuns):
 
     def teardown(self) -> None:
         failed = self.failed
+        for optimizer in self.optimizers:
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
         if self.watch is not None and not failed:
             self._keep_weights()
             self._keep_optimizer()

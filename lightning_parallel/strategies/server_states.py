@@ -17,6 +17,7 @@ from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.server_steps import ServerSteps
 from lightning_parallel.trainer.batch_worker import BatchWorker
 from lightning_parallel.trainer.left_behind import KEY, left_behind
+from lightning_parallel.zero.guarded_state import exposed
 
 
 class ServerStates(ServerSteps):
@@ -38,7 +39,8 @@ class ServerStates(ServerSteps):
         self._meet("the optimizer's state")
         copies = self._line.ask("copies") if self.global_rank == 0 else None
         self._meet("the optimizer's state, read")
-        return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
+        with exposed(optimizer):
+            return optimizer.state_dict() if copies is None else optimizer_state(self._plan.table, copies, optimizer)
 
     def _state_together(self, worker: BatchWorker, optimizer: Optimizer) -> dict[str, Any]:
         assert self._line is not None

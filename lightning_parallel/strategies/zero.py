@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,6 +23,7 @@ from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refuse_zero_arguments
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
+from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
@@ -183,9 +183,9 @@ class ZeROStrategy(ZeRODivision):
             self._engine = make_engine(self, trainer, [])
             self._load_waiting()
         self.setup_precision_plugin()
-        _share_methods(self._lightning_optimizers)
+        share_methods(self._lightning_optimizers)
         if trainer.state.fn == TrainerFn.FITTING and not self.offload and self.engine_name == "native":
-            _optimizers_to_device(self.optimizers, self.root_device)
+            states_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` as it is, then divide what its optimizers update."""
@@ -204,6 +204,8 @@ class ZeROStrategy(ZeRODivision):
             self.precision_plugin.clip_grad_by_value = refuse_clipping_by_value  # type: ignore[assignment]
             self._load_waiting()
             self._loss_scale = scale_by_engine(self)
+        elif isinstance(self._engine, ShardedEngine):
+            self._engine.take(self.optimizers)
         self.engine.load_masters(self._masters)
         self._masters = {}
         plugin = self.precision_plugin
@@ -227,6 +229,8 @@ class ZeROStrategy(ZeRODivision):
             with self.blocked(Moving("the other ranks at the end of the run")):
                 self._engine.keep_states(self.optimizers)
                 self._engine.release()
+        elif self._engine is not None:
+            self._engine.release(failed=True)
         if self._loss_scale is not None:
             self._loss_scale.release()
             self._loss_scale = None
@@ -235,16 +239,11 @@ class ZeROStrategy(ZeRODivision):
             self._checkpoints = None
         super().teardown()
         self._control = None
-        if failed or self.lightning_module is None:
+        if self.lightning_module is None:
             return
         if self._layer_sync is not None:
             self.model = self._layer_sync.revert(self.lightning_module)
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if failed and self.root_device.type != "cpu":  # which may never answer
+            return
+        states_to_device(self.optimizers, torch.device("cpu"))
         self.lightning_module.to("cpu")
-
-
-def _share_methods(wrappers: Sequence[Any]) -> None:
-    """Lightning's wrappers of optimizers find methods in the class; an engine has put others on the object."""
-    for wrapper in wrappers:
-        own = vars(wrapper.optimizer)
-        vars(wrapper).update({name: own[name] for name in ("zero_grad", "add_param_group") if name in own})

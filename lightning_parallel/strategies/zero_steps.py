@@ -5,13 +5,14 @@ The one idea: Lightning's own steps run, and an engine is told before and behind
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
+from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
 from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
 from lightning_parallel.zero.full_shards import ShardedEngine
 
@@ -19,15 +20,29 @@ from lightning_parallel.zero.full_shards import ShardedEngine
 class ZeROSteps(ZeROCheckpoints):
     """The part of `ZeROStrategy` that runs steps."""
 
+    _weights_of_step: list[int] | None = None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.begin_step()
-        return super().training_step(*args, **kwargs)
+        with self.engine.looking_at_steps():
+            output = super().training_step(*args, **kwargs)
+        self._weights_of_step = self._fingerprint()
+        return output
+
+    def _fingerprint(self) -> list[int] | None:
+        """Of what will be gathered anew for the backward."""
+        assert self.lightning_module is not None
+        held = self.engine.gathered_anew()
+        return fingerprint(self.lightning_module, held) if held else None
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; gradients are reduced while it runs, before `on_after_backward`."""
         module = self.lightning_module
         assert module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if module.automatic_optimization:
+            why = "weights are gathered anew for it"
+            refuse_written(self._weights_of_step, self._fingerprint(), f"{type(self).__name__}(stage=3)", why)
         with self.engine.backward():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, module)
@@ -35,6 +50,8 @@ class ZeROSteps(ZeROCheckpoints):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, and behind it no rank computes with weights of before."""
         stepped = super().optimizer_step(optimizer, *args, **kwargs)
+        if isinstance(self._engine, ShardedEngine):
+            self._engine.check_states(optimizer)
         self._free_gathered()
         return stepped
 
@@ -63,20 +80,29 @@ class ZeROSteps(ZeROCheckpoints):
         if isinstance(self._engine, ShardedEngine):
             self._engine.free_gathered()
 
+    def _after_evaluation_step(self) -> None:
+        assert self.lightning_module is not None
+        loop: Any = self.lightning_module.trainer._active_loop
+        if self._engine is not None:
+            self._engine.after_evaluation_step(loop.batch_progress.is_last_batch)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
-        output = super().validation_step(*args, **kwargs)
-        self._free_gathered()
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().validation_step(*args, **kwargs)
+        self._after_evaluation_step()
         return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        output = super().test_step(*args, **kwargs)
-        self._free_gathered()
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().test_step(*args, **kwargs)
+        self._after_evaluation_step()
         return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `validation_step`."""
-        output = super().predict_step(*args, **kwargs)
-        self._free_gathered()
+        with nullcontext() if self._engine is None else self._engine.looking_at_steps():
+            output = super().predict_step(*args, **kwargs)
+        self._after_evaluation_step()
         return output

@@ -79,6 +79,7 @@ class BatchWorker(ServerWorker):
             return run()
 
     def _step(self, closure: Callable[[], Any]) -> Any:
+        self.refuse_written()
         last = 0 if self.coordinator is None else self.coordinator.last_batch
         own = (rows_of(self.batch), last)
         everyone = self.line.step(move_data_to_device(self.batch, "cpu"), self.come_to(), own)

@@ -31,6 +31,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import has_store
+from lightning_parallel.trainer.built_here import build_where_weights_go
 from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
 from lightning_parallel.trainer.failures import reported, tell
 from lightning_parallel.trainer.main_port import main_port
@@ -150,6 +151,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def _take_back(self, output: _WorkerOutput, trainer: Trainer) -> Any:
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         try:
+            if output.weights_path is not None:
+                build_where_weights_go(trainer.lightning_module, self._strategy.checkpoint_io, str(output.weights_path))
             self._recover_results_in_main_process(output, trainer)
         finally:
             if output.weights_path is not None:

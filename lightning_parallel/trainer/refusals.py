@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_parallel.zero.elementwise import refuse_coupling
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
@@ -67,7 +69,7 @@ def refuse_optimizers(strategy: Strategy) -> None:
     """Raise for optimizers that run the step again by themselves; called when `configure_optimizers` has been.
 
     Raises:
-        ValueError: an optimizer's step needs the closure for more than one evaluation.
+        ValueError: an optimizer's step needs the closure for more than one evaluation, or couples parameters.
     """
     for optimizer in strategy.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -76,6 +78,8 @@ def refuse_optimizers(strategy: Strategy) -> None:
                 " the loss how often to run the step; each rank holds the parameters of its own stage. Use an optimizer"
                 " that treats each parameter by itself (SGD, Adam, ...)."
             )
+        if cast(Any, strategy).num_ranks > 1:
+            refuse_coupling(optimizer, type(strategy).__name__)
 
 
 def refuse_synchronised_norms(strategy: Strategy, what: str, instead: str) -> None:

@@ -116,6 +116,19 @@ class ServerWorker:
         pairs = (pair for group, values in read for pair in zip(group, values, strict=True))
         return not all(torch.equal(parameter, value.to(parameter)) for parameter, value in pairs)
 
+    def refuse_written(self) -> None:
+        """Raise for weights that a hook has written to: the servers hold them, and the next read would undo it.
+
+        Raises:
+            ValueError: parameters have other values than were read.
+        """
+        if self.is_overwritten:
+            raise ValueError(
+                "A hook has written to parameters (a clamp, load_state_dict, an average) since they were read from the"
+                " servers, which hold the weights: the next read would undo it. Use ZeROStrategy(stage=1), which goes"
+                " on from what hooks write; or do it before fit, or in a forward (torch.nn.utils.parametrize)."
+            )
+
     def announce(self) -> None:
         """Before an island's gradients become one, tell how far a push of them comes: it is made by another member."""
         if (self._steps + 1) % self.pace.n_push == 0:
@@ -151,6 +164,7 @@ class ServerWorker:
                 loss = None if closure is None else closure()
             gradients = [[parameter.grad for parameter in group] for group in self.parameters]
             if any(gradient is not None for group in gradients for gradient in group):
+                self.refuse_written()
                 found.append(self.staging.out(self.staging.pack(gradients)))
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask
             return loss
@@ -161,6 +175,7 @@ class ServerWorker:
 
     def _change_of(self, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
         """Run a step with the optimizer here; what it changed."""
+        self.refuse_written()
         before = self.staging.pack(self.parameters)
         called: list[bool] = []
         own = self.optimizer.step

@@ -31,7 +31,8 @@ class Bucket:
         offload: where this rank's part is updated: None is the parameters' device.
 
     Attributes:
-        segments: for each parameter what the optimizer updates in its place, 1-D; None where this rank owns nothing.
+        segments: for each parameter what the optimizer updates in its place, 1-D, or of the parameter's shape where one
+            rank owns all; None where this rank owns nothing.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Bucket:
         self.parameters, self.ranks, self.keeps_gradients = list(parameters), ranks, keeps_gradients
         self.layout = lay_out([p.numel() for p in parameters], ranks.size, first.element_size())
         self.flat = first.detach().new_zeros(self.layout.numel)
+        self._shapes = {parameter: parameter.shape for parameter in parameters}
         self._adopt()
         self.own = self._own_part()
         self.places = [self._place(i) for i in range(len(parameters))]
         dtype = torch.promote_types(first.dtype, torch.float32) if master else first.dtype
         as_it_is = (dtype == first.dtype and offload is None) or not any(k for _, k in self.places)
         self.updated = self.own if as_it_is else self.own.to(offload, dtype, copy=True)
-        self.segments = [nn.Parameter(self.updated[at : at + k]) if k else None for at, k in self.places]
+        self.segments = [self._segment(i) for i in range(len(parameters))]
         self.gradients: Tensor | None = None  # stage 1: whole, in this layout
         self._views: list[Tensor] = []
         self._before: dict[int, ShardedGradient] = {}
@@ -60,6 +62,12 @@ class Bucket:
         self._reduced: Tensor | None = None
         self._work: Any = None
         self._present: list[bool] = []
+
+    def _segment(self, index: int) -> nn.Parameter | None:
+        at, k = self.places[index]
+        if self.ranks.size == 1:
+            return nn.Parameter(self.updated[at : at + k].view(self.parameters[index].shape))
+        return nn.Parameter(self.updated[at : at + k]) if k else None
 
     @property
     def has_copy(self) -> bool:
@@ -212,17 +220,54 @@ class Bucket:
             self.own.copy_(self.updated)
         return all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
 
+    def take_over(self) -> None:
+        """Hooks may have written to parameters, or given them other memory, since they were last gathered: the
+        optimizer goes on from what they wrote.
+
+        Raises:
+            ValueError: a parameter has another shape or dtype than before.
+        """
+        for parameter, at in zip(self.parameters, self.layout.offsets, strict=True):
+            if parameter.data_ptr() != self.flat.data_ptr() + at * self.flat.element_size() and parameter.numel():
+                self._rebind(parameter, at)
+        self._take_over_part()
+
+    def _take_over_part(self) -> None:
+        """The copy of 32 bits goes on from this rank's part where that is not what was made of the copy."""
+        if self.has_copy:
+            seen = self.own.to(self.updated.device)
+            is_same = seen == self.updated.to(seen.dtype)
+            self.updated.copy_(torch.where(is_same, self.updated, seen.to(self.updated.dtype)))
+
+    def _rebind(self, parameter: nn.Parameter, at: int) -> None:
+        """Somebody has given a parameter other memory, as by `w.data = ...`."""
+        place = self.flat[at : at + parameter.numel()]
+        if parameter.shape != self._shapes[parameter] or parameter.dtype != self.flat.dtype:
+            raise ValueError(
+                f"A parameter of shape {tuple(self._shapes[parameter])} and {self.flat.dtype} was made one of"
+                f" {tuple(parameter.shape)} and {parameter.dtype} in training, while ZeRO divides its states. Keep"
+                " shape and dtype (parameter.data.copy_(...)), or change it before fit."
+            )
+        view = place.view(parameter.shape)
+        with torch.no_grad():
+            view.copy_(parameter.detach())
+        parameter.data = view
+
     def refresh(self) -> None:
         """The parameters were written to: take over their values where the optimizer has a copy."""
         if self.has_copy:
             self.updated.copy_(self.own)
 
-    def release(self) -> None:
-        """Give every parameter memory of its own again, on the host."""
+    def release(self, failed: bool = False) -> None:
+        """Give every parameter memory of its own again, on the host; after a failure where it lies."""
         for parameter in self.parameters:
-            parameter.data = parameter.data.to("cpu", copy=True)
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
+        self._before, self._work, self._sent, self._reduced = {}, None, None, None
+        if failed and self.flat.device.type != "cpu":  # it may never answer
+            return
+        for parameter in self.parameters:
+            parameter.data = parameter.data.to("cpu", copy=True)
         for segment in (s for s in self.segments if s is not None):
             segment.data = segment.data.cpu()
         if self.flat.device.type != "cpu":

@@ -27,6 +27,7 @@ from lightning_parallel.zero.deepspeed_states import (
     pieces_of,
     sharded_piece,
 )
+from lightning_parallel.zero.deepspeed_veil import behind_veil
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
 from lightning_parallel.zero.ranks import Ranks
@@ -84,6 +85,7 @@ class DividedStates:
             for group, params in zip(self.optimizer.param_groups, held, strict=True):
                 group["params"] = params
 
+    @behind_veil
     def model_state(self, module: nn.Module, gather: Gather) -> dict[str, Any]:
         """The whole model's state on the gathering rank; elsewhere nothing (stage 3) or the same."""
         state = module.state_dict()
@@ -101,6 +103,7 @@ class DividedStates:
         found = {clean_name(name): sharded_piece(parameter, rank) for name, parameter in named}
         return {name: {"value": piece} for name, piece in found.items() if piece is not None}
 
+    @behind_veil
     def model_pieces(self, module: nn.Module) -> dict[str, dict[str, Any]]:
         """This rank's pieces of the model's state, in 32 bits where the optimizer updates 32 bits."""
         if self._model is not None:
@@ -132,6 +135,7 @@ class DividedStates:
         names, fragments = {p: clean_name(n) for n, p in self.module.named_parameters()}, self.fragments
         return {names[p]: {"master": fragment.piece(fragment.flat)} for p, fragment in fragments.items()}
 
+    @behind_veil
     def load_model_state(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Take over a checkpoint's weights; in stage 3 this rank's part of them, if they are divided already."""
         if self.options.stage < 3 or self._released:
@@ -140,6 +144,7 @@ class DividedStates:
         fragments = self.fragments if self.optimizer is not None else {}
         load_divided(module, checkpoint["state_dict"], fragments, self.ranks.rank, strict)
 
+    @behind_veil
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
         if not self._has_masters:
@@ -149,6 +154,7 @@ class DividedStates:
             if names[parameter] in masters:
                 fragment.write(fragment.flat, masters[names[parameter]])
 
+    @behind_veil
     def optimizer_pieces(self, optimizer: Optimizer) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """This rank's pieces of the optimizer's state, and its groups."""
         if self._saved is not None:
@@ -176,6 +182,7 @@ class DividedStates:
         parts = gather(mine)
         return {} if parts is None else {"state": join_pieces(parts), "param_groups": groups}
 
+    @behind_veil
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole optimizer's state."""
         sizes = [len(group["params"]) for group in state["param_groups"]]
@@ -198,6 +205,7 @@ class DividedStates:
         with self.segments():
             optimizer.load_state_dict({"state": local, "param_groups": groups})
 
+    @behind_veil
     def extra_state(self, gather: Gather) -> dict[str, Any]:
         """What a checkpoint needs beside weights and optimizer states."""
         if not self._has_masters:
@@ -207,6 +215,7 @@ class DividedStates:
             return {}
         return {MASTERS: {name: fields["master"] for name, fields in join_pieces(parts).items()}}
 
+    @behind_veil
     def model_states(self, optimizers: Sequence[Optimizer]) -> ModelStates:
         """What the paper promises this rank, and what DeepSpeed's vectors add; collective.
 
@@ -234,6 +243,7 @@ class DividedStates:
             frozen=sum(p.nbytes for p in divided),
         )  # fmt: skip
 
+    @behind_veil
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards."""
         if self.optimizer is not None:

@@ -18,17 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT, looked_at
 from lightning_parallel.zero.collectives import broadcast_together
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_module import DividedModule
 from lightning_parallel.zero.deepspeed_order import Handover
 from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
 from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed_update import Update, replace_norms
+from lightning_parallel.zero.deepspeed_veil import Veil, behind_veil
 from lightning_parallel.zero.hidden_gradient import Curtain
 from lightning_parallel.zero.presence import Presence
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
+from lightning_parallel.zero.state_shapes import refuse_states
+from lightning_parallel.zero.votes import some_end
 
 
 class DeepSpeedEngine(DividedModule):
@@ -62,18 +67,21 @@ class DeepSpeedEngine(DividedModule):
         refuse_optimizers(optimizers)
         ranks = ranks or Ranks(dist.get_rank(), dist.get_world_size())
         super().__init__(module, optimizers[0] if optimizers else None, device, options, control, ranks)
-        self.broadcast_buffers = True
+        self.broadcast_buffers, self._waiting = True, waiting
         self._clip, self._has_gradients = 0.0, False
         self._unscale: Tensor | None = None
         self._update: Update | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
         self.initialize(local_rank, waiting)
+        empty = [(clean_name(n), p) for n, p in module.named_parameters()] if options.stage == 3 else []
+        self.veil = Veil(empty, self.optimizer)
         self._curtain = Curtain(p for group in self.groups for p in group if p.requires_grad)
         self._presence = Presence(self._curtain.parameters, control, waiting)
         if self.optimizer is not None:
             self._take_over(self.optimizer)
             self._handover = self._ordered(waiting) if options.stage == 2 else None
             replace_norms(self.inner, options.stage, self._measured)
+        self.veil.draw()
 
     def _ordered(self, waiting: Waiting) -> Handover:
         """DeepSpeed's own hooks hand gradients over as they come; here they go through an order."""
@@ -110,6 +118,17 @@ class DeepSpeedEngine(DividedModule):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def looking_at_steps(self) -> AbstractContextManager[None]:
+        """Around a step: in stage 3 derivatives that it takes itself are refused, since weights have been freed."""
+        return nullcontext() if self.options.stage < 3 else looked_at(self._refuse_derivative)
+
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
+        if not self.deepspeed._running_engine_backward:
+            raise ValueError(
+                "The step takes a derivative (torch.autograd.grad, backward, torch.func), and DeepSpeed's stage 3 has"
+                f" freed weights that it needs behind their forward. {RUNS_IT}"
+            )
+
     def begin_step(self) -> None:
         """Before a training step.
 
@@ -130,9 +149,33 @@ class DeepSpeedEngine(DividedModule):
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward, and that hooks may write to: none; others raise."""
+        return []
+
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Stage 3 gathers in every step, so all ranks need as many batches. Collective.
+
+        Args:
+            is_last: whether this rank has no other batch.
+
+        Raises:
+            ValueError: some have come to their last batch, and others have not.
+        """
+        if self.options.stage == 3 and some_end(is_last, self.control, self._waiting):
+            raise ValueError(
+                "Some ranks have come to their last batch of an evaluation or prediction and others have not, and"
+                " DeepSpeed's stage 3 gathers parameters from all of them in every step. Give every rank as many"
+                ' batches, or use ZeROStrategy(stage=3, engine="fsdp2"), whose ranks may differ.'
+            )
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward."""
+        with self.veil.lifted():
+            yield from self._backward()
+
+    def _backward(self) -> Iterator[None]:
         self._curtain.open()
         self.deepspeed._running_engine_backward = True  # or its hooks would take the loss for one that is divided
         self.inner.clear_backward_seen_flag()
@@ -176,6 +219,22 @@ class DeepSpeedEngine(DividedModule):
 
         return HeldScale(scaler, self._gradients, tell, self.device)
 
+    @behind_veil
+    def _step(self, **kwargs: Any) -> None:
+        self._curtain.open()
+        self._agree_on_gradients()
+        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
+        try:
+            self._take_over_writes()
+            self.deepspeed.step()
+        finally:
+            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
+            self._presence.forget()
+        assert self.optimizer is not None
+        states = self.optimizer.state
+        held = [(f.segment, states[f.segment]) for f in self.fragments.values() if f.segment in states]
+        refuse_states(self.optimizer, held, 'ZeROStrategy(engine="deepspeed")')
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step`: run the closure, then DeepSpeed's step, which runs the optimizer's own on its vectors.
 
@@ -190,17 +249,33 @@ class DeepSpeedEngine(DividedModule):
         if not self._has_gradients:  # as other optimizers do without gradients
             self._refuse_unseen()
             return result
-        self._curtain.open()
-        self._agree_on_gradients()
-        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
-        try:
-            if self.options.dtype == self.options.updated:
-                self.inner.refresh_fp32_params()  # a hook may have written to the parameters
-            self.deepspeed.step()
-        finally:
-            self._update, self._clip, self._unscale, self._has_gradients = None, 0.0, None, False
-            self._presence.forget()
+        self._step()
         return result
+
+    def _take_over_writes(self) -> None:
+        """Hooks may have written to whole parameters, in stage 3 small ones: the vectors to update go on from there."""
+        stage = self.options.stage
+        if stage < 3:
+            self._rebind()
+        if stage < 3 and self.options.dtype == self.options.updated:
+            self.inner.refresh_fp32_params()
+            return
+        for parameter, fragment in self.fragments.items():
+            if parameter.numel() < fragment.shape.numel():
+                continue  # an empty one, which the veil has kept from being written to
+            wide = fragment.of(fragment.flat)
+            seen = parameter.detach().reshape(-1)[fragment.begin : fragment.begin + fragment.numel].to(wide.device)
+            wide.copy_(torch.where(seen == wide.to(seen.dtype), wide, seen.to(wide.dtype)))
+
+    @torch.no_grad()
+    def _rebind(self) -> None:
+        """Parameters that a hook gave other memory (`w.data = ...`) lie in DeepSpeed's vectors again."""
+        inner = self.inner
+        for flat, parameters in zip(inner.bit16_groups_flat, inner.round_robin_bit16_groups, strict=True):
+            for parameter, view in zip(parameters, inner.unflatten(flat, parameters), strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter)
+                    parameter.data = view
 
     def _agree_on_gradients(self) -> None:
         """Stage 1 reduces what it has now: all ranks have the same gradients, zeros for what another has made."""
@@ -217,6 +292,7 @@ class DeepSpeedEngine(DividedModule):
                 " Call self.manual_backward(loss)."
             )
 
+    @behind_veil
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that were reduced."""
         self._presence.forget()
@@ -241,7 +317,10 @@ class DeepSpeedEngine(DividedModule):
             ' the others already. Give configure_optimizers all parameters, or use engine="native".'
         )
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective;
+        after a failure nobody is asked, and parameters of which others have a part raise when they are read."""
+        self.veil.remove()
         self._presence.remove()
-        super().release()
+        self._curtain.open()
+        super().release(failed)

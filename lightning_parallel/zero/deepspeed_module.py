@@ -7,7 +7,9 @@ train again, on other ranks or none. Left out: steps (``deepspeed_engine.py``).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.zero.closed import lose
 from lightning_parallel.zero.collectives import broadcast_all
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
@@ -26,11 +29,16 @@ from lightning_parallel.zero.deepspeed_setup import (
     import_deepspeed,
     vectors_of,
 )
+from lightning_parallel.zero.deepspeed_states import cut_state, whole_state
 from lightning_parallel.zero.footprints import Footprints
 from lightning_parallel.zero.full_shards import STEPS
+from lightning_parallel.zero.guarded_state import GuardedState
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.same_calls import SameCalls
+from lightning_parallel.zero.sharded_optimizer import WORDS
+
+_LEFT_IN_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # attributes that DeepSpeed gives modules late
 
 
 class DividedModule(DividedStates):
@@ -55,7 +63,12 @@ class DividedModule(DividedStates):
             broadcast_all([parameter.detach() for parameter in self.module.parameters()], None, 0)
         self._footprints = Footprints(self.module.modules())
         self._marks = {parameter: set(vars(parameter)) for parameter in self.module.parameters()}
+        given = {} if self.optimizer is None else dict(self.optimizer.state.items())
+        if self.optimizer is not None:
+            self.optimizer.state = defaultdict(dict)
         self.deepspeed = self._initialize(local_rank)
+        if self.optimizer is not None:
+            self._take_given(given)
         self._footprints.noted()
         if self.options.stage == 3:
             self._calls = self._watch_calls(waiting)
@@ -121,34 +134,64 @@ class DividedModule(DividedStates):
 
         @wraps(step)
         def wrapped(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._offload.get_param_coordinator().reset_step()
-            engine._forward_prologue(args, kwargs)
-            try:
-                return step(*args, **kwargs)
-            finally:
-                engine._forward_epilogue()
+            veil = getattr(self, "veil", None)
+            with nullcontext() if veil is None else veil.lifted():
+                self._offload.get_param_coordinator().reset_step()
+                engine._forward_prologue(args, kwargs)
+                try:
+                    return step(*args, **kwargs)
+                finally:
+                    engine._forward_epilogue()
 
         setattr(self.module, name, MethodType(wrapped, self.module))
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective."""
-        whole, self._released = self._whole_parameters(), True
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective, but
+        after a failure."""
+        is_lost = failed and self.options.stage == 3 and self.ranks.size > 1
+        left = self._states_left()
+        shapes = {n: (p, getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()}
+        whole, self._released = {} if is_lost else self._whole_parameters(), True
         self.deepspeed.destroy()
+        if is_lost:
+            whole = {parameter: torch.empty(0, dtype=parameter.dtype) for parameter, _ in shapes.values()}
         for parameter, values in whole.items():
             for name in set(vars(parameter)) - self._marks[parameter]:
                 delattr(parameter, name)
             parameter.data, parameter.grad = values, None
+        for name, (parameter, shape) in shapes.items() if is_lost else ():
+            lose(parameter, clean_name(name), shape)
         for encoder in self._nesting:
             encoder.use_nested_tensor = True
         for module in self._footprints.remove():
             module._parameters = dict(module._parameters.items())
+            for name in _LEFT_IN_STEPS:
+                vars(module).pop(name, None)
         if self.optimizer is not None:
             for name in ("step", "zero_grad", "add_param_group"):
                 vars(self.optimizer).pop(name, None)
-            self.optimizer.state.clear()
+            self.optimizer.state = left
             for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["params"] = params
         forget_groups()
+
+    def _states_left(self) -> Any:
+        """The optimizer's states behind the run: of parameters where this rank has all, else guarded."""
+        if self.optimizer is None:
+            return {}
+        state, fragments = self.optimizer.state, self.fragments
+        held = {p: state[fragment.segment] for p, fragment in fragments.items() if fragment.segment in state}
+        if held and self.ranks.size > 1:
+            return GuardedState({}, WORDS.format(name=type(self.optimizer).__name__))
+        return defaultdict(dict, {p: whole_state(fields, fragments[p]) for p, fields in held.items()})
+
+    def _take_given(self, given: Mapping[Any, Any]) -> None:
+        """An optimizer that has stepped already, in one process, goes on from its states."""
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+        for parameter, fragment in self.fragments.items():
+            if given.get(parameter):
+                self.optimizer.state[fragment.segment] = cut_state(given[parameter], fragment)
 
     def _whole_parameters(self) -> dict[nn.Parameter, Tensor]:
         if self.options.stage < 3:

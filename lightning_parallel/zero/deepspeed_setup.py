@@ -154,6 +154,9 @@ def refuse_missing() -> None:
         raise ModuleNotFoundError("deepspeed is not installed: pip install lightning-parallel[deepspeed]")
 
 
+_before: dict[str, str | None] = {}  # variables of the environment that are others for a run
+
+
 def import_deepspeed(device: torch.device) -> ModuleType:
     """The package, told on what device this process computes.
 
@@ -188,6 +191,7 @@ def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping
         rank: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_SIZE, which DeepSpeed reads from the environment. Without the last
             it starts a program (numactl) to count a CPU host's processes whenever stage 3 reduces.
     """
+    _before.update({name: os.environ.get(name) for name in rank if name not in _before})
     os.environ.update({name: str(value) for name, value in rank.items()})
     backend = "gloo" if device.type == "cpu" else "nccl"
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, dist_init_required=True)
@@ -207,3 +211,9 @@ def forget_groups() -> None:
 
     comm.cdb = None
     groups._release_process_group_references(group=None)
+    while _before:
+        name, value = _before.popitem()
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

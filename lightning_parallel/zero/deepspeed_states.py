@@ -168,6 +168,14 @@ def cut_state(fields: Mapping[str, Any], fragment: Fragment) -> dict[str, Any]:
     }
 
 
+def whole_state(fields: Mapping[str, Any], fragment: Fragment) -> dict[str, Any]:
+    """The state of one parameter, of which this rank has all elements."""
+    return {
+        name: value.view(fragment.shape) if is_by_element(name, value, fragment.segment.shape) else value
+        for name, value in fields.items()
+    }
+
+
 def _piece(name: str, value: Any, fragment: Fragment) -> Any:
     if is_by_element(name, value, fragment.segment.shape):
         return Piece(fragment.begin, value.detach().cpu().clone(), fragment.shape)

@@ -6,8 +6,8 @@ reduces its gradients behind it. This class decides what it is given, and speaks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,15 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT, is_transformed, looked_at, reaches
 from lightning_parallel.zero.collectives import broadcast_all, broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.norms import joined_norm
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.shard_gradients import ShardGradients
-from lightning_parallel.zero.shard_states import ShardOptions, ShardStates
+from lightning_parallel.zero.shard_states import ShardOptions, ShardStates, cut_state, give_whole
+from lightning_parallel.zero.shard_writes import ShardedData, take_over_gathered
 from lightning_parallel.zero.sharding import Sharding
-from lightning_parallel.zero.shards import called, find_blocks, keep_dtype, local_of
+from lightning_parallel.zero.shards import called, find_blocks, groups_of, keep_dtype, local_of
+from lightning_parallel.zero.votes import some_end
+from lightning_parallel.zero.whole_scalars import WholeScalars
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -57,11 +63,30 @@ class ShardedEngine(ShardStates):
     ) -> None:
         super().__init__(module, mesh, options, control)
         self.device, self.broadcast_buffers, self._looked_for_hooks = device, True, False
+        self._optimizers: list[Optimizer] = []
+        before = dict(module.named_parameters())
         self._shardings = [self._shard(m) for m in (module, *copies)]
+        after = dict(module.named_parameters())
+        self._sharded_from: Any = WeakIdKeyDictionary({p: after[name] for name, p in before.items()})
+        del before
         names = {part: clean_name(name) or type(module).__name__ for name, part in module.named_modules()}
         parts = self._shardings[0].parts
         named = [names[cast(nn.Module, part)] for part in parts]
         self._gradients = ShardGradients(parts, named, control, device.type == "cpu", waiting)
+        self._in_backward, self._waiting = False, waiting
+        self._meshes: list[tuple[Any, Any]] = []
+        self._scalars, self._data = WholeScalars(waiting), ShardedData(p for p in after.values())
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """These optimizers update shards: also one that was made of the parameters that were there before."""
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [self._sharded_from.get(p, p) for p in group["params"]]
+            states = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p in self._sharded_from}
+            for before, state in states.items():
+                parameter = self._sharded_from[before]
+                optimizer.state[parameter] = cut_state(parameter, state)
 
     @property
     def group(self) -> Any:
@@ -104,6 +129,28 @@ class ShardedEngine(ShardStates):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def looking_at_steps(self) -> AbstractContextManager[None]:
+        """Around a step: derivatives that it takes itself are refused, since FSDP2 frees weights behind a forward."""
+        return looked_at(self._refuse_derivative)
+
+    def _refuse_derivative(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], adds: bool) -> None:
+        if self._in_backward or (adds and not self.options.whole_module):
+            return  # in steps that run backwards themselves `loss.backward()` is theirs
+        if is_transformed() or not outputs or reaches(outputs, self._is_of_shards):
+            raise ValueError(
+                'The step takes a derivative (torch.autograd.grad, backward, torch.func), and engine="fsdp2" has freed'
+                f" weights that it needs behind their forward. {RUNS_IT}"
+            )
+
+    def _is_of_shards(self, node: Any) -> bool:
+        gathered = getattr(node, "variable", None)
+        return "RegisterPostBackward" in node.name() or (gathered is not None and id(gathered) in self._gathered())
+
+    def _gathered(self) -> set[int]:
+        groups = [group for part in self._shardings[0].parts for group in groups_of(part)]
+        held = [getattr(p, "_unsharded_param", None) for group in groups for p in group.fsdp_params]
+        return {id(parameter) for parameter in held if parameter is not None}
+
     def begin_step(self) -> None:
         """Before a training step."""
         if not self._looked_for_hooks:
@@ -116,14 +163,61 @@ class ShardedEngine(ShardStates):
         """Before the first batch of an evaluation, and where training ends."""
         broadcast_together(list(self.module.buffers()), None, 0)
 
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward: this rank's shards of them."""
+        if self.options.stage < 3:
+            return []
+        return [local_of(p.detach()) for p in self.module.parameters() if isinstance(p, DTensor)]
+
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Ranks may have different numbers of batches to evaluate: where some have come to their last and others have
+        not, all gather everything once, and those go on alone. Collective until then.
+
+        Args:
+            is_last: whether this rank has no other batch.
+        """
+        if self._gradients.alone:
+            if is_last:
+                self._gradients.alone = False
+                self._reshard_again()
+            return
+        some_are_last = some_end(is_last, self.control, self._waiting)
+        parts = self._shardings[0].parts
+        if some_are_last:
+            with self._waiting("the other ranks' parts, for those with more batches to evaluate"):
+                for part in parts:
+                    part.unshard()
+            if not is_last:
+                self._gradients.alone = True
+                groups = [group for part in parts for group in groups_of(part)]
+                self._meshes = [(group, group.post_forward_mesh_info) for group in groups]
+                for group in groups:
+                    group.post_forward_mesh_info = None
+        self.free_gathered()
+
+    def _reshard_again(self) -> None:
+        for group, mesh in self._meshes:
+            group.post_forward_mesh_info = mesh
+        self._meshes = []
+        self.free_gathered()
+
     def free_gathered(self) -> None:
         """After an optimizer's step, and after a step of an evaluation."""
+        if self._gradients.alone:
+            return
         for sharding in self._shardings:
             sharding.free()
 
-    def backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         """Around a backward."""
-        return self._gradients.backward()
+        take_over_gathered(self._shardings[0].parts)
+        self._in_backward = True
+        try:
+            with self._gradients.backward():
+                yield
+        finally:
+            self._in_backward = False
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around batches after which no optimizer steps; gradients are reduced all the same, to stay divided."""
@@ -141,10 +235,18 @@ class ShardedEngine(ShardStates):
         torch._foreach_mul_([local_of(g) for g in gradients], scale.to(local_of(gradients[0]).device))
         return norm
 
-    def release(self) -> None:
-        """Give the module back whole, on every rank's host. Collective."""
+    def release(self, failed: bool = False) -> None:
+        """Give the module back whole, on every rank's host. Collective; after a failure nobody is asked, and parameters
+        of which other ranks have shards raise when they are read."""
+        self._scalars.remove()
+        self._data.remove()
+        whole: dict[nn.Parameter, nn.Parameter] = {}
         for sharding in self._shardings:
-            sharding.undo()
+            whole |= sharding.undo(failed)
+        for optimizer in self._optimizers:
+            give_whole(optimizer, whole)
+        if failed:
+            return
         for name, parameter in self.module.named_parameters():
             parameter.data = parameter.data.to(self.dtypes.get(clean_name(name), parameter.dtype))
 

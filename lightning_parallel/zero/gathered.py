@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.zero.bucket import Bucket
-from lightning_parallel.zero.closed import Kept, close, reopen
+from lightning_parallel.zero.closed import Kept, close, lose, put_data, reopen
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 
 
@@ -58,7 +58,7 @@ class GatheredBucket(Bucket):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         self._tell(self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._split(self.flat), strict=True):
-            parameter.data = view
+            put_data(parameter, view)
         self._gathering = all_gather_parts(self.flat, self.own, self.ranks.group, traffic)
 
     def arrive(self) -> None:
@@ -77,6 +77,7 @@ class GatheredBucket(Bucket):
         """Free the whole parameters; nobody else is asked."""
         if self.is_open:
             self.arrive()
+            self.own.copy_(self._part_of(self.flat))  # what was written to the whole parameters stays
             self.is_open = False
             self._closed.fill_(float("nan"))
             place = self._closed.storage_offset()
@@ -96,6 +97,30 @@ class GatheredBucket(Bucket):
         if self.has_copy:
             self.own.copy_(self.updated)
         return all_gather_parts(self.flat, self.own, self.ranks.group, traffic) if self.is_open else None
+
+    def take_over(self) -> None:
+        if self.is_open:
+            super().take_over()
+        else:
+            self._take_over_part()
+
+    def _take_over_part(self) -> None:
+        if self.is_open:
+            self.own.copy_(self._part_of(self.flat))
+        super()._take_over_part()
+
+    def release(self, failed: bool = False) -> None:
+        """After a failure a rank that shares parameters has a part of them: reading them goes on to raise.
+
+        Raises:
+            AssertionError: the bucket is closed, and nothing has failed.
+        """
+        assert failed or self.is_open
+        if self.is_open and self._gathering is None:
+            super().release(failed)
+            return
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            lose(parameter, name, parameter.shape)
 
     def refresh(self) -> None:
         """The whole parameters were written to: take over this rank's part."""

@@ -197,6 +197,10 @@ def _reduce(func: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         raise TypeError(_needs_all(args, func.overloadpacket))
     neutral = {dist.ReduceOp.MAX: -float("inf"), dist.ReduceOp.MIN: float("inf")}.get(op, 0.0)
     empty = not gradient.local.numel()
+    if gradient.is_complex():
+        total = func(gradient.local) if not empty else gradient.local.new_zeros(())
+        dist.all_reduce(torch.view_as_real(total), op=op, group=gradient.group)
+        return total
     value = torch.full((), neutral, device=gradient.device) if empty else func(gradient.local)
     boolean, value = func.overloadpacket in (aten.any, aten.all), value.float()
     if empty and boolean:

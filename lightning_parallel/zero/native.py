@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class NativeEngine:
     """
 
     def __init__(self, partition: Partition, broadcast_buffers: bool = True) -> None:
-        self.partition, self.broadcast_buffers = partition, broadcast_buffers
+        self.partition, self.broadcast_buffers, self._released = partition, broadcast_buffers, False
         rest = [p.detach() for p in partition.module.parameters() if not partition.holds(p)]
         broadcast_together([*rest, *partition.module.buffers()], None, partition.source)
 
@@ -49,6 +49,10 @@ class NativeEngine:
         return self.partition.ranks.replicas
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def looking_at_steps(self) -> AbstractContextManager[None]:
+        """Around a step: it holds the whole model, so it may take derivatives itself."""
+        return nullcontext()
 
     def begin_step(self) -> None:
         """Before a training step."""
@@ -60,6 +64,13 @@ class NativeEngine:
         """Before the first batch of an evaluation, and where training ends."""
         self.partition.reducer.pause()
         self.partition.share_buffers()
+
+    def gathered_anew(self) -> list[Tensor]:
+        """Weights that a backward does not have from its forward."""
+        return []
+
+    def after_evaluation_step(self, is_last: bool) -> None:
+        """Every rank evaluates by itself."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Around a backward."""
@@ -90,6 +101,7 @@ class NativeEngine:
 
     def model_pieces(self, module: nn.Module) -> dict[str, dict[str, Any]]:
         """This rank's pieces of the model's state: 32-bit copies where there are some, the rest in turn."""
+        self._take_over()
         masters, ranks = own_masters(self.partition), self.partition.ranks
         copied = {name for p, name in self.partition.names.items() if self._has_copy(p)}
         own = {
@@ -131,6 +143,7 @@ class NativeEngine:
         """What a checkpoint needs beside weights and optimizer states."""
         if not any(bucket.updated.dtype != bucket.own.dtype for bucket in self.partition.buckets):
             return {}
+        self._take_over()
         parts = gather(own_masters(self.partition))
         if parts is None:
             return {}
@@ -143,9 +156,14 @@ class NativeEngine:
     def keep_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Before the ranks part: what may be saved afterwards. It stays where it is."""
 
-    def release(self) -> None:
-        """Give module and optimizers back."""
-        self.partition.release()
+    def release(self, failed: bool = False) -> None:
+        """Give module and optimizers back, also after a failure."""
+        self._released = True
+        self.partition.release(failed)
+
+    def _take_over(self) -> None:
+        if not self._released:
+            self.partition.take_over()
 
 
 def states_of_partition(
@@ -160,7 +178,7 @@ def states_of_partition(
     parts = sum(layout.part for layout in layouts)
     stage, whole = partition.options.stage, parts * ranks.size
     held = parts + len(buckets) if stage == 3 else whole  # the number behind each part that closed parameters read
-    by_element, counters = state_sizes((s, state) for o in optimizers for s, state in o.state.items())
+    by_element, counters = state_sizes(pair for o in optimizers for pair in partition.sharded(o).held())
     copied = max(bucket.updated.element_size() if bucket.has_copy else 0 for bucket in buckets)
     by_element, copied = most_of_ranks([by_element, copied], partition.control)
     copies = sum(bucket.layout.part for bucket in buckets if bucket.has_copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ def joined_norm(
 def _norm_of_parts(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     if not parts:
         return torch.zeros((), device=device)
-    dtype = torch.promote_types(torch.float32, parts[0].dtype)
-    norms = torch._foreach_norm([part.detach() for part in parts], order, dtype=dtype)
+    real = [part.detach().abs() if part.is_complex() else part.detach() for part in parts]
+    dtype = reduce(torch.promote_types, {part.dtype for part in real}, torch.float32)
+    norms = torch._foreach_norm(real, order, dtype=dtype)
     return torch.linalg.vector_norm(torch.stack(norms), order).to(device)
 
 

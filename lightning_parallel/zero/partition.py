@@ -58,6 +58,7 @@ class Partition:
         agree: raises unless all ranks give it the same; called when groups are added.
         group: all ranks that see different rows, on the device; None is the default group.
         apart: what parameters must have in common to lie in one bucket, a sortable value.
+        who: divides, for messages.
 
     Attributes:
         filled: what is called when more parameters have been put into buckets.
@@ -78,10 +79,11 @@ class Partition:
         agree: Agree = lambda what, names: None,
         group: Any = None,
         apart: Callable[[nn.Parameter], Any] = lambda parameter: (),
+        who: str = "ZeROStrategy",
     ) -> None:
         self.module, self.ranks, self.options = module, ranks, options
         self.control, self.source, self.waiting, self._agree = control, source, waiting, agree
-        self._group, self._apart = group, apart
+        self._group, self._apart, self.who = group, apart, who
         self.traffic = Traffic()
         self.reducer = Reducer(self.traffic, control, waiting, self.name_of)
         self.buckets: list[Bucket] = []
@@ -141,9 +143,12 @@ class Partition:
         """This rank's part of an optimizer's state of a whole parameter."""
         begin, end = self.piece(parameter)
         return {
-            field: value.flatten()[begin:end].clone() if is_by_element(field, value, parameter.shape) else value
+            field: self._cut(value, begin, end) if is_by_element(field, value, parameter.shape) else value
             for field, value in state.items()
         }
+
+    def _cut(self, value: Tensor, begin: int, end: int) -> Tensor:
+        return value.detach().clone() if self.ranks.size == 1 else value.flatten()[begin:end].clone()
 
     def cover(self, optimizer: Optimizer) -> None:
         """Put the parameters of an optimizer that have no bucket yet into buckets; all ranks call it.
@@ -216,13 +221,18 @@ class Partition:
         for bucket in self.buckets:
             bucket.refresh()
 
-    def release(self) -> None:
+    def take_over(self) -> None:
+        """Before parameters are updated or saved: hooks may have written to them."""
+        for bucket in self.buckets:
+            bucket.take_over()
+
+    def release(self, failed: bool = False) -> None:
         """Leave module and optimizers as they were without ZeRO; states stay those of segments, which can be saved."""
         self.reducer.detach()
         for sharded in self.optimizers:
             sharded.release()
         for bucket in self.buckets:
-            bucket.release()
+            bucket.release(failed)
 
 
 def is_by_element(field: str, value: Any, shape: torch.Size) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind, volume_of_step
+from lightning_parallel.zero.guarded_state import held_state
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def undivided(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> 
     held = list(parameters)
     trained = [parameter for parameter in held if parameter.requires_grad]
     count, size = sum(p.numel() for p in trained), trained[0].element_size() if trained else 0
-    by_element, counters = state_sizes((p, state) for o in optimizers for p, state in o.state.items())
+    by_element, counters = state_sizes((p, state) for o in optimizers for p, state in held_state(o).items())
     return promise(
         0, 1, count, StateBytes(size, size, by_element), size,
         held={"parameters": count, "gradients": count, "copy": 0}, copy_bytes=0, owned=count, counters=counters,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_parallel.pipeline.derivatives import RUNS_IT, is_transformed
 from lightning_parallel.zero.reducer import Waiting
 
 _DIGEST = 1 << 40
@@ -49,8 +50,13 @@ class SameCalls:
         """This rank is about to call a part, "forward" or "backward".
 
         Raises:
-            ValueError: another rank calls another one.
+            ValueError: another rank calls another one, or it is called inside a function of `torch.func`.
         """
+        if is_transformed():
+            raise ValueError(
+                f'engine="{self.engine}" gathers parameters where a part of the model is called, and the step calls'
+                f" `{self.names[number]}` inside a function of torch.func (grad, vjp, jvp, vmap). {RUNS_IT}"
+            )
         code = 1 + 2 * number + (way == "backward")
         if self.every:
             self._compare(code)

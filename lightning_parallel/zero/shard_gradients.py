@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel.zero.reducer import Waiting
 from lightning_parallel.zero.same_calls import SameCalls
+from lightning_parallel.zero.shards import groups_of
 
 
 class ShardGradients:
@@ -38,6 +39,7 @@ class ShardGradients:
         self.control, self.waiting = control, waiting
         self._calls = SameCalls(names, control, "fsdp2", every, waiting)
         self._running = False
+        self.alone = False  # whether this rank evaluates what others have no rows for
         self._filled: set[nn.Parameter] = set()
         self._parameters: list[nn.Parameter] = []
         for number, part in enumerate(parts):
@@ -69,7 +71,8 @@ class ShardGradients:
 
     def _called(self, number: int, way: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def compared(*args: Any, **kwargs: Any) -> Any:
-            self._calls.call(number, way)
+            if not self.alone:
+                self._calls.call(number, way)
             return run(*args, **kwargs)
 
         return compared
@@ -92,10 +95,3 @@ class ShardGradients:
             self._filled.add(parameter.sharded_param)
         else:
             self._filled.discard(parameter.sharded_param)
-
-
-def groups_of(part: Any) -> list[Any]:
-    """FSDP2's groups of the parameters that one module gathers."""
-    state = part._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.13; one or none before
-    return list(several) if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]

@@ -6,6 +6,7 @@ wrote it. Left out: steps (``full_shards.py``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_parallel.zero.accounting import StateBytes
 from lightning_parallel.zero.compiled_names import clean_name
+from lightning_parallel.zero.guarded_state import GuardedState
 from lightning_parallel.zero.native import MASTERS
 from lightning_parallel.zero.promise import ModelStates, most_of_ranks, promise, state_sizes
+from lightning_parallel.zero.sharded_optimizer import WORDS
 from lightning_parallel.zero.sharding import Prefetch, Sharding
 from lightning_parallel.zero.shards import cut_like, local_of, padded_numel, piece_of, wrap_like, write_whole
 from lightning_parallel.zero.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
+from lightning_parallel.zero.state_shapes import refuse_states
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class ShardStates:
         self._tells = "replicas" not in names or mesh["replicas"].get_local_rank() == 0  # others hold the same
         self.dtypes = {clean_name(name): p.dtype for name, p in module.named_parameters()}
         self._saved: dict[int, tuple[Any, Any]] = {}
+        self._checked: dict[int, int] = {}
         self._masters: dict[str, Any] = {}
         self._model: dict[str, dict[str, Any]] | None = None
 
@@ -123,7 +128,9 @@ class ShardStates:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         place = dict(zip(numbers, parameters, strict=True))
-        cuts = {number: _cut(place[number], fields) for number, fields in state["state"].items() if number in place}
+        cuts = {
+            number: cut_state(place[number], fields) for number, fields in state["state"].items() if number in place
+        }
         optimizer.load_state_dict({**state, "state": cuts})
 
     def extra_state(self, gather: Gather) -> dict[str, Any]:
@@ -172,6 +179,18 @@ class ShardStates:
         self._masters = self._own_masters() if self.options.master else {}
         self._model = self.model_pieces(self.module)
 
+    def check_states(self, optimizer: Optimizer) -> None:
+        """After a step: are states kept element by element?
+
+        Raises:
+            ValueError: they are not.
+        """
+        count = sum(len(state) for state in optimizer.state.values())
+        if self._checked.get(id(optimizer)) != count:
+            self._checked[id(optimizer)] = count
+            pairs = [(p, state) for p, state in optimizer.state.items() if isinstance(p, Tensor)]
+            refuse_states(optimizer, pairs, 'ZeROStrategy(engine="fsdp2")')
+
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Take over 32-bit copies, by the names of their parameters."""
         named = self.module.named_parameters() if self.options.master else ()
@@ -192,13 +211,31 @@ def own_pieces(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     }
 
 
+def give_whole(optimizer: Optimizer, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """After a run: an optimizer has the module's parameters again. States of shards are left guarded; where this rank
+    had all of a parameter its state is whole."""
+    of: dict[Any, Any] = dict(whole)
+    for group in optimizer.param_groups:
+        group["params"] = [of.get(p, p) for p in group["params"]]
+    held = {of.get(p, p): {k: _local(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+    is_whole = all(p.to_local().numel() == p.numel() for p in whole if isinstance(p, DTensor))
+    words = WORDS.format(name=type(optimizer).__name__)
+    left: Any = defaultdict(dict, held) if is_whole else GuardedState(held, words)
+    optimizer.state = left
+
+
+def _local(value: Any) -> Any:
+    return local_of(value).detach() if isinstance(value, DTensor) else value
+
+
 def _piece(value: Any) -> Any:
     if isinstance(value, DTensor):
         return piece_of(value)
     return host_copy(value)
 
 
-def _cut(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
+def cut_state(parameter: Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of an optimizer's state of a whole parameter."""
     if not isinstance(parameter, DTensor):
         return dict(fields)
     return {

@@ -19,7 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
+from lightning_parallel.zero.closed import lose
+from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.footprints import Footprints
+from lightning_parallel.zero.shard_writes import cut_loaded
+from lightning_parallel.zero.shards import groups_of
 
 Prefetch = Literal["none", "forward", "both"]
 
@@ -66,6 +70,9 @@ class Sharding:
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
             if prefetch == "both":
                 following.set_modules_to_backward_prefetch([block])  # type: ignore[operator]
+        for part in module.modules():
+            if any(isinstance(p, DTensor) for p in part._parameters.values()):
+                part.register_load_state_dict_pre_hook(cut_loaded)
         self._footprints.noted()
 
     def free(self) -> None:
@@ -73,14 +80,24 @@ class Sharding:
         for part in self.parts:
             part.reshard()
 
-    def undo(self) -> None:
-        """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective."""
-        whole = whole_parameters(self.module)
+    def undo(self, failed: bool = False) -> dict[nn.Parameter, nn.Parameter]:
+        """Every parameter becomes a whole one on the host, on every rank; the modules are as they were. Collective, but
+        after a failure: then a parameter is lost of which another rank has a shard.
+
+        Returns:
+            For each sharded parameter what is in its place now.
+        """
+        if failed:
+            for part in self.parts:
+                _put_shards_back(part)
+        whole = lost_parameters(self.module) if failed else whole_parameters(self.module)
         for module in self._footprints.remove():
             _module_state_mapping.pop(module, None)
+            _forget_late_hooks(module)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = whole.get(parameter, parameter)
+        return whole
 
 
 def _refuse_mixed(part: nn.Module) -> None:
@@ -107,6 +124,37 @@ def whole_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             values = parameter.full_tensor().detach().cpu().clone()
             found[parameter] = nn.Parameter(values, parameter.requires_grad)
     return found
+
+
+def lost_parameters(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """For each sharded parameter of a module one whose values raise, or a whole one where this rank has all of it."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+            whole = local.numel() == parameter.numel()
+            values = local.view(parameter.shape).clone() if whole else local.new_empty(0)
+            found[parameter] = nn.Parameter(values, parameter.requires_grad)
+            if not whole:
+                lose(found[parameter], clean_name(name), parameter.shape)
+    return found
+
+
+def _forget_late_hooks(module: nn.Module) -> None:
+    """Hooks of state dicts, which FSDP2 registers in the first forward."""
+    for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            function = getattr(hook, "hook", hook)
+            if (getattr(function, "__module__", None) or "").startswith("torch.distributed.fsdp"):
+                del hooks[key]
+
+
+def _put_shards_back(part: Any) -> None:
+    """A step may have failed between a block's gather and its end: the module has its shards again, nobody is asked."""
+    for group in groups_of(part):
+        for parameter in group.fsdp_params:
+            parameter._setattr_on_modules(parameter.sharded_param)
+        group._to_sharded()
 
 
 def _gather_around(module: Any, methods: Sequence[str]) -> None:

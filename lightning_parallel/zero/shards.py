@@ -145,6 +145,13 @@ def _shares(module: nn.Module, block: nn.Module) -> bool:
     return any(id(p) in own for p in others)
 
 
+def groups_of(part: Any) -> list[Any]:
+    """FSDP2's groups of the parameters that one module gathers."""
+    state = part._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.13; one or none before
+    return list(several) if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
 def keep_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Make floating-point parameters of one dtype, buffers left alone."""
     for parameter in module.parameters():

@@ -24,6 +24,7 @@ from lightning_parallel.pipeline.early_sums import Round
 from lightning_parallel.pipeline.parameters import Entry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.bucket import Bucket
+from lightning_parallel.zero.closed import Closed, lend_in_forward, lose
 from lightning_parallel.zero.copies import divide_copy, make_copy_whole
 from lightning_parallel.zero.early_reduction import EarlyReduction
 from lightning_parallel.zero.gathered import GatheredBucket
@@ -63,12 +64,13 @@ class StageStates:
     ) -> None:  # fmt: skip
         self.table, self.data, self.stage = table, data, options.stage
         self._copies: list[nn.Module] = []
+        self._released = False
         self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
         self._blocks = table.blocks() if by_block else {}
         ranks = Ranks(data.place, data.size, data.group, reductions=reductions)
         self.partition = partition = Partition(
             table.model, optimizers, ranks, options, control=data.group, source=data.ranks[0], waiting=waiting,
-            agree=data.agree, group=data.group, apart=self._apart,
+            agree=data.agree, group=data.group, apart=self._apart, who="HybridStrategy",
         )  # fmt: skip
         self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of, meet)
         self.early = EarlyReduction(
@@ -194,6 +196,8 @@ class StageStates:
             wide: take the copies of 32 bits where there are some.
         """
         own: dict[str, Any] = {}
+        if wide and not self._released:
+            self.partition.take_over()
         for parameter, entry in self._entries.items():
             part = self.partition.part(parameter, wide) if entry.name in names else None
             if part is not None:
@@ -232,12 +236,20 @@ class StageStates:
         self.partition.filled[-1]()
         self._copies.append(copied)
 
-    def release(self) -> None:
-        """Give parameters and optimizers back. Collective in stage 3."""
-        for copied in self._copies:
-            make_copy_whole(copied)
-        self.windows.hold()
-        self.partition.release()
+    def release(self, failed: bool = False) -> None:
+        """Give parameters and optimizers back. Collective in stage 3; after a failure nobody else is asked, and
+        parameters of which others have a part raise when they are read."""
+        self._released = True
+        if failed:
+            lend_in_forward(None)
+            for name, parameter in ((n, p) for copied in self._copies for n, p in copied.named_parameters()):
+                if isinstance(parameter, Closed):
+                    lose(parameter, name, parameter.shape)
+        else:
+            for copied in self._copies:
+                make_copy_whole(copied)
+            self.windows.hold()
+        self.partition.release(failed)
 
     def begin_of(self, name: str) -> int:
         """From which element on this rank holds a parameter that is divided."""

@@ -66,8 +66,7 @@ def own_pieces(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     if partition.ranks.replica:  # another rank owns, and tells, the same
         return {}
     for number, parameter in enumerate(optimizer.parameters):
-        segment = partition.segment(parameter)
-        state = None if segment is None else optimizer.optimizer.state.get(segment)
+        segment, state = partition.segment(parameter), optimizer.state_of(parameter)
         if segment is not None and state:
             fields = state.items()
             found[number] = {name: _piece(name, value, segment, parameter, partition) for name, value in fields}
@@ -156,7 +155,7 @@ def load_masters(partition: Partition, masters: Mapping[str, Tensor]) -> None:
         segment = partition.segment(parameter) if partition.holds(parameter) else None
         if name in masters and segment is not None and segment.dtype != parameter.dtype:
             begin, end = partition.piece(parameter)
-            segment.data.copy_(masters[name].flatten()[begin:end])
+            segment.data.copy_(masters[name].flatten()[begin:end].view(segment.shape))
 
 
 def host_copy(value: Any) -> Any:
@@ -166,7 +165,7 @@ def host_copy(value: Any) -> Any:
 
 def _piece(field: str, value: Any, segment: nn.Parameter, parameter: nn.Parameter, partition: Partition) -> Any:
     if is_by_element(field, value, segment.shape):
-        return Piece(partition.piece(parameter)[0], value.detach().cpu().clone(), partition.shapes[parameter])
+        return Piece(partition.piece(parameter)[0], value.detach().cpu().clone().flatten(), partition.shapes[parameter])
     return host_copy(value)
 
 

@@ -5,10 +5,20 @@ The one idea: one small sum over the ranks answers all questions at once, and no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def some_end(is_last: bool, group: Any, waiting: Callable[[str], AbstractContextManager[Any]]) -> bool:
+    """Whether some ranks, and not all, have come to their last batch. Collective."""
+    ends = torch.tensor(int(is_last))
+    with waiting("the other ranks, to evaluate a batch"):
+        dist.all_reduce(ends, group=group)
+    return 0 < int(ends) < dist.get_world_size(group)
 
 
 def vote(made: list[list[bool]], late: bool, pausing: bool, rounds: int, group: Any) -> tuple[list[list[bool]], int]:

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.checkpoint.sharded import consolidate
 from lightning_parallel.strategies import HybridStrategy, ZeROStrategy
+from lightning_parallel.zero.guarded_state import held_state
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, gpt, gpt_case, on_meshes, token_loader
 from tests.trainer.pipelines import BF16, Case, Record, fit, join_as_torchrun
@@ -88,7 +89,7 @@ def places(trainer: Trainer, module: LightningModule) -> set[str]:
     """Where this rank's optimizer states are, and what they are of."""
     partition = trainer.strategy._states.partition
     assert all(bucket.has_copy for bucket in partition.buckets)
-    states = trainer.optimizers[0].state
+    states = held_state(trainer.optimizers[0])
     assert all(segment.dtype == torch.float32 for segment in states)
     return {value.device.type for fields in states.values() for value in fields.values()}
 

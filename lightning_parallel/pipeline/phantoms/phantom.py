@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline import foreach
+from lightning_parallel.pipeline.derivatives import RUNS_IT, is_derivative
 from lightning_parallel.pipeline.phantoms.errors import PhantomError, Unread, unread
 from lightning_parallel.pipeline.phantoms.outside import is_allowed
 from lightning_parallel.pipeline.phantoms.recipes import draws, recipe_of, remember
@@ -38,6 +39,10 @@ class Phantom(StandIn):
                 return func(*with_values(args), **with_values(kwargs))
             if x.stands_for != "value" and not is_allowed(func):
                 raise Unread(unread(x, f"`{func.__name__}` uses it outside its module"))
+        if is_derivative(func):
+            raise PhantomError(
+                f"The step takes a derivative of {leaves[0].origin}, which this stage does not hold. {RUNS_IT}"
+            )
         if func.__name__ in _READS_DATA:
             raise Unread(unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
         recipe = recipe_of(func, args, kwargs)

@@ -156,8 +156,7 @@ ZERO_3: dict[str, Any] = {
             'A logger with log_graph=True traces the whole model, of which ZeROStrategy(engine="fsdp2") leaves each'
             " process a part. Leave log_graph out, and log the graph in one process."
         ),
-        # PyTorch's own words for a sharded tensor that meets a whole one, or is read.
-        "norms_of_all_gradients": "but its data is not allocated yet",
+        # PyTorch's own words for a sharded tensor that meets a whole one.
         "penalty_over_all_parameters": "got mixed torch.Tensor and DTensor, need to convert all",
     },
 }
