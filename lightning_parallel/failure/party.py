@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lightning_parallel.errors import Failure, name_of
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.processes import processor_seconds
+from lightning_parallel.failure.processes import end_silent, processor_seconds
 from lightning_parallel.failure.wire import Line
 
 _LONGEST_COMPUTING = 10  # a process that computes without a sign of life is given this many times `stale_s`
@@ -168,6 +168,7 @@ class Party:
                 continue
             if not self._computes(peer, now) and silent_s >= self.patience.stale_s:
                 why = f"not heard of for {silent_s:.0f} s (stopped, or its host is gone)"
+                end_silent(peer.status.process, self.own.process)
                 return lost(peer.status.rank, peer.status.stage, why)
         return None
 
@@ -184,6 +185,9 @@ class Party:
             peer.cpu = (now, used)
             return before is None or used > before[1]
         return True
+
+
+ENDED = "its process ended"  # of a lost rank, where somebody else may know by which signal
 
 
 def lost(rank: int, stage: int | None, why: str) -> Failure:

@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.aborts import Connections
 from lightning_parallel.failure.ending import Ending
-from lightning_parallel.failure.party import Party, Status, lost
+from lightning_parallel.failure.party import ENDED, Party, Status, lost
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import this_process
 from lightning_parallel.failure.pulse import Pulse
@@ -53,6 +53,7 @@ class WatchThread:
         self.failure: Failure | None = None
         self._process = this_process()
         self._own_error: BaseException | None = None
+        self._told: BaseException | None = None  # what this process raises of the run's failure
         self._failed_at = self._leaving_since = self._next_beat = 0.0
         self._pulse = Pulse(self.patience.blocked_s / 2)
         self._ending = Ending(self.patience, exit)
@@ -126,7 +127,7 @@ class WatchThread:
         if gone is not None and gone.gone_since is not None:
             hint = self.lost_hint(gone.status.rank)
             if hint is not None or now - gone.gone_since > _HINT_S:
-                why = f"its process ended ({hint or 'killed, or out of memory'})"
+                why = f"{ENDED} ({hint or 'killed, or out of memory'})"
                 failure = lost(gone.status.rank, gone.status.stage, why)
         if failure is not None:
             party.learn(failure, failure.to_bytes())
@@ -148,11 +149,15 @@ class WatchThread:
                 self._known.set()
                 self._parted.set()
 
-    def _raisable(self, failure: Failure) -> StageError:
-        if self._own_error is not None and failure.rank == self.rank and failure.error is not None:
-            failure = replace(failure, error=self._own_error, traceback_text="")
-        others = () if failure.rank is None else [rank for rank in range(self.world_size) if rank != failure.rank]
-        return failure.to_error(others)
+    def _raisable(self, failure: Failure) -> BaseException:
+        with self._lock:
+            if self._told is None:
+                is_own = self._own_error is not None and failure.rank == self.rank and failure.error is not None
+                if is_own:
+                    failure = replace(failure, error=self._own_error, traceback_text="")
+                ranks = range(self.world_size) if failure.rank is not None else ()
+                self._told = failure.to_error([rank for rank in ranks if rank != failure.rank], is_own)
+            return self._told
 
     def _nudge(self) -> None:
         if self._party is not None:

@@ -25,9 +25,9 @@ from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.strategies.arguments import refuse_lazy
-from lightning_parallel.strategies.axes import MeshAxes
+from lightning_parallel.strategies.saving import SavesAfterFailure
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
-from lightning_parallel.trainer.failures import report_exception
+from lightning_parallel.trainer.failures import report_exception, trainer_of
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -43,7 +43,7 @@ def _reads_nothing(failed: bool) -> None:
     """What is shown is no device's."""
 
 
-class MeshStrategy(MeshAxes):
+class MeshStrategy(SavesAfterFailure):
     """A strategy whose ranks form a named mesh.
 
     Args:
@@ -106,10 +106,9 @@ class MeshStrategy(MeshAxes):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:
-            from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.launchers import make_launcher
 
-            self._launcher = make_launcher(self)
+        self._launcher = make_launcher(self)
 
     def connect(self, model: LightningModule) -> None:
         refuse_lazy(model, type(self).__name__)
@@ -123,6 +122,7 @@ class MeshStrategy(MeshAxes):
         host, device = environment.main_address, self.root_device
         store = open_store(host, environment.main_port, rank, world, self.timeout)
         self.watch = Watch(rank, world, store, host=host, patience=self.patience)
+        self._store, self._updates, self._is_updating, self._meetings = store, 0, False, 0
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
@@ -187,9 +187,9 @@ class MeshStrategy(MeshAxes):
         """Raise the failure of this run if there is one, before waiting for ranks that may be gone.
 
         Raises:
-            StageError: the run has failed.
+            Exception: the failure of the run.
         """
-        error = self.watch.cause(0.0) if self.watch is not None and self.failed else None
+        error = self.watch.cause(0.0) if self.watch is not None and self.failed and not self._is_saving else None
         if error is not None:
             raise error from error.__cause__
 
@@ -200,6 +200,7 @@ class MeshStrategy(MeshAxes):
 
     def teardown(self) -> None:
         failed = self.failed
+        self.hooks_are_over()
         self._restore_sigterm(failed)
         self._read_shown(failed)
         if self.watch is not None and not failed:
@@ -222,7 +223,7 @@ class MeshStrategy(MeshAxes):
         """After the last hooks of a run: wait for those of the other ranks.
 
         Raises:
-            StageError: they have failed.
+            Exception: what they have failed of.
         """
         if self.watch is not None:
             self.watch.part()
@@ -238,7 +239,8 @@ class MeshStrategy(MeshAxes):
         module, launcher = self.lightning_module, cast(Any, self.launcher)
         if not hasattr(launcher, "keep_weights") or module is None:
             return
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        trainer = trainer_of(self)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             launcher.keep_weights(self.lightning_module_state_dict)
 
     def blocked(self, what: str) -> AbstractContextManager[None]:

@@ -182,6 +182,7 @@ class ServerLife(ServerRuns):
 
     def teardown(self) -> None:
         failed = self.failed
+        self.hooks_are_over()
         if self.watch is not None and not failed:
             self._keep_weights()
             self._keep_optimizer()

@@ -10,6 +10,7 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lightning_parallel.errors import Failure, StageError
@@ -33,6 +34,7 @@ class Line:
     def __init__(self, connection: AnyConnection, rank: int, reports: bool = False, is_new: bool = False) -> None:
         self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
         self.failure: Failure | None = None
+        self._told: BaseException | None = None  # what this process raises of it
         self.present: tuple[int, ...] = ()  # who was there when ranks met last
         self._early: list[tuple[str, Any]] = []  # heard before it was waited for
 
@@ -141,18 +143,19 @@ class Line:
 
     # -- what a watch has ----------------------------------------------------------------------------------------------
 
-    def report(self, error: BaseException, where: str = "") -> StageError:
+    def report(self, error: BaseException, where: str = "") -> BaseException:
         """Make an exception the failure of the run, and return what to raise."""
-        if isinstance(error, StageError):
+        if isinstance(error, StageError) or error is self._told:
             return error
         if self.failure is None:
             text = "".join(traceback.format_exception(error))
             self.failure = Failure(self.rank, None, where, error, text)
+            self._told = replace(self.failure, traceback_text="").to_error(self._others(self.rank), is_own=True)
             if self._reports:
                 self._say(False, self.failure.to_bytes())
         return self._error()
 
-    def cause(self, wait_s: float | None = None) -> StageError | None:
+    def cause(self, wait_s: float | None = None) -> BaseException | None:
         """The failure of the run as an exception, if there is one."""
         return None if self.failure is None else self._error()
 
@@ -187,11 +190,12 @@ class Line:
             raise self._error()
         return heard
 
-    def _error(self) -> StageError:
+    def _error(self) -> BaseException:
         assert self.failure is not None
-        if isinstance(self.failure.error, StageError):
-            return self.failure.error
-        return self.failure.to_error([] if self.failure.rank is None else self._others(self.failure.rank))
+        if self._told is None:
+            rank = self.failure.rank
+            self._told = self.failure.to_error([] if rank is None else self._others(rank))
+        return self._told
 
     def _others(self, rank: int) -> list[int]:
         return [other for other in self.present if other != rank]
