@@ -9,6 +9,7 @@ import importlib
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -207,10 +208,8 @@ def _unpack(packed: tuple) -> BaseException:
     whole, parts, spare, cause = packed
     error: BaseException | None = None
     if whole is not None:
-        try:
+        with suppress(Exception):  # the class lives in a module that only the failing rank could import
             error = pickle.loads(whole)
-        except Exception:  # the class lives in a module that only the failing rank could import
-            pass
     if error is None and parts is not None:
         error = _joined(*parts)
     if error is None:
@@ -239,6 +238,15 @@ def _parts(error: BaseException) -> tuple:
     return kind.__module__, kind.__qualname__, id(kind), [_or_words(value) for value in arguments], attributes
 
 
+class _Words(str):
+    """Stands for a value that stays where it is: what it looked like, in messages that are made of it too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _or_words(value: Any) -> bytes:
     blob = _dumped(value)
     if blob is not None:
@@ -247,7 +255,7 @@ def _or_words(value: Any) -> bytes:
         words = repr(value)
     except Exception:
         words = f"<{type(value).__name__}>"
-    return pickle.dumps(words[:_LONGEST_WORDS])
+    return pickle.dumps(_Words(words[:_LONGEST_WORDS]))
 
 
 def _joined(

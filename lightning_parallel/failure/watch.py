@@ -47,26 +47,27 @@ class Watch(WatchThread):
         self._stage, self._next_beat = stage, 0.0
         self._nudge()
 
-    def report(self, error: BaseException, where: str = "") -> BaseException:
+    def report(self, error: BaseException, where: str = "", headline: str = "") -> BaseException:
         """Tell all ranks of an exception and return what to raise. The first report of a run wins, on every rank.
 
         It is one object in a process, whoever asks: this rank's own exception, or that of another rank made again.
 
         A failure of communication is the echo of another one as a rule: that one is waited for first, as in `cause`.
         """
-        return self._tell(error, where, is_communication_error(error))
+        return self._tell(error, where, is_communication_error(error), headline)
 
     def report_echo(self, error: BaseException, where: str) -> BaseException:
         """`report` of an error that came out of a wait for other ranks."""
         return self._tell(error, where, is_echo=True)
 
-    def _tell(self, error: BaseException, where: str, is_echo: bool) -> BaseException:
+    def _tell(self, error: BaseException, where: str, is_echo: bool, headline: str = "") -> BaseException:
         if isinstance(error, StageError) or error is self._told:
             return error
         if self.failure is None and is_echo:
             self.cause()
         if self.failure is None:
-            self._publish(Failure(self.rank, self.stage, where, error, "".join(traceback.format_exception(error))))
+            text = "".join(traceback.format_exception(error))
+            self._publish(Failure(self.rank, self.stage, where, error, text, headline))
         assert self.failure is not None
         return self._raisable(self.failure)
 
@@ -87,6 +88,19 @@ class Watch(WatchThread):
     def blocked(self, what: str) -> Blocked:
         """A context for what may wait for other ranks: says so to the watch, and turns its failure into the cause."""
         return Blocked(self, what)
+
+    def ask_to_end(self) -> None:
+        """This rank was told to end, and all end with it behind the same batch; may be called by a signal handler."""
+        self._is_asked, self._next_beat = True, 0.0
+        self._nudge()
+
+    def begin_batch(self) -> bool:
+        """Whether to begin one more batch: not, where a rank was told to end and the last one of all is over."""
+        last = self.last_batch
+        if last.asked_by is None:
+            return last.begin()
+        with self.blocked("the other ranks, to end behind the same batch"):
+            return last.begin(lambda: self.failure is not None)
 
     def on_abort(self, abort: Callable[[], object]) -> None:
         """Have a function called (in another thread) that frees a main thread still blocked after a failure."""

@@ -127,7 +127,6 @@ class MeshStrategy(SavesAfterFailure):
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
             self._groups = open_groups(self.axes(), self.planes)
-            self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
             self._barriers = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
@@ -136,11 +135,11 @@ class MeshStrategy(SavesAfterFailure):
             self.watch.on_abort(abort_device_groups)
 
     def let_host_run_ahead(self, trainer: Trainer) -> None:
-        """Between batches wait for no device: agree on SIGTERM on the host, and read what a progress bar shows when it
+        """Between batches wait for no device: agree on SIGTERM by the watch, and read what a progress bar shows when it
         shows it; for `setup` of a subclass to call."""
         self._read_shown = read_when_shown(trainer)
-        if self._sigterm_group is not None:
-            self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
+        if self.watch is not None and self.world_size > 1:
+            self._restore_sigterm = replace_sigterm_broadcast(trainer, self.watch)
 
     def on_exception(self, exception: BaseException) -> None:
         report_exception(self, exception)
@@ -201,7 +200,7 @@ class MeshStrategy(SavesAfterFailure):
     def teardown(self) -> None:
         failed = self.failed
         self.hooks_are_over()
-        self._restore_sigterm(failed)
+        self._restore_sigterm()
         self._read_shown(failed)
         if self.watch is not None and not failed:
             self._keep_weights()

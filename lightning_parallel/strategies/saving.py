@@ -61,9 +61,7 @@ class SavesAfterFailure(MeshAxes):
     def _failure(self) -> BaseException | None:
         return None if self.watch is None else self.watch.cause(0.0)
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's; what is between the closure and its end is no state of a whole step."""
 
         def compute() -> Any:

@@ -78,7 +78,17 @@ def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> BaseEx
     if isinstance(error, SIGTERMException):
         end_in_failure(error)
     watch = getattr(strategy, "watch", None)
-    return None if watch is None else watch.report(error, where_of(trainer, error))
+    if watch is None:
+        return None
+    asked_by = (
+        watch.last_batch.asked_by if isinstance(error, SIGTERMException) and hasattr(watch, "last_batch") else None
+    )
+    if asked_by is None:
+        return watch.report(error, where_of(trainer, error))
+    told = watch.report(error, headline=f"rank {asked_by} was told to end (SIGTERM), and all ranks with it")
+    if watch.rank in (0, asked_by):
+        _log.warning(notes_of(told)[-1] if notes_of(told) else str(told))
+    return told
 
 
 def end_in_failure(error: SIGTERMException) -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.checkpoint.sharded import consolidate
-from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline import buckets
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
@@ -295,7 +294,7 @@ def test_sizes_that_do_not_multiply_are_refused():
         join_as_torchrun(rank, 3, port)
         fit(Case(Classifier, lambda: loader(4)), PipelineStrategy(data_parallel_size=2), 3)
 
-    with pytest.raises(StageError, match=r"The mesh data 2 x pipeline 1 has 2 ranks, but 3 processes were started"):
+    with pytest.raises(ValueError, match=r"The mesh data 2 x pipeline 1 has 2 ranks, but 3 processes were started"):
         run_ranks(run, 3, free_port(), group=False, timeout=50.0)
 
 

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.callbacks import CommunicationMonitor, MemoryMonitor, StalenessMonitor
-from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import CLASSES, Classifier, row_loader, rows
 from tests.trainer.pipelines import LOSS, WEIGHTS, assert_same_optimizer, make_trainer
@@ -177,7 +176,7 @@ def test_a_worker_logs_its_memory_under_its_own_rank():
 
 
 def test_collectives_are_not_measured_where_there_are_none():
-    with pytest.raises(StageError, match=r"ParameterServerStrategy talk to servers\. Use StalenessMonitor, which"):
+    with pytest.raises(ValueError, match=r"ParameterServerStrategy talk to servers\. Use StalenessMonitor, which"):
         fit(ParameterServerStrategy(), 2, callbacks=[CommunicationMonitor()])
 
 
