@@ -80,9 +80,8 @@ def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> BaseEx
     watch = getattr(strategy, "watch", None)
     if watch is None:
         return None
-    asked_by = (
-        watch.last_batch.asked_by if isinstance(error, SIGTERMException) and hasattr(watch, "last_batch") else None
-    )
+    last = getattr(watch, "last_batch", None) if isinstance(error, SIGTERMException) else None
+    asked_by = None if last is None else last.asked_by
     if asked_by is None:
         return watch.report(error, where_of(trainer, error))
     told = watch.report(error, headline=f"rank {asked_by} was told to end (SIGTERM), and all ranks with it")

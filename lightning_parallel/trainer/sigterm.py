@@ -1,7 +1,7 @@
 """SIGTERM without a rendezvous and a device synchronisation before every batch.
 
 The one idea: Lightning broadcasts rank 0's flag over the default group before every training batch and reads it from
-the device. Here the watch's threads agree on the last batch (``failure/last_batch.py``) once a rank gets the signal, and
+the device. Here the watch's threads agree on the last batch (``failure/last_batch.py``) once a rank gets the signal;
 until then a batch costs a lock that nobody else holds. A Lightning that has changed these methods is left alone.
 """
 
