@@ -1,4 +1,4 @@
-"""What a user sees when one rank of a run fails: the user's own exception, and a note with stage, rank and work in hand.
+"""What a user sees when a rank fails: the user's own exception, and a note with stage, rank and work in hand.
 
 The one idea: the first failure of a run is the failure of the run, on every rank. So an exception travels between
 processes as an instance of its own class, with what it carries and its cause, and `except MyError` around `fit` catches

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,6 +29,7 @@ from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.saving import SavesAfterFailure
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
 from lightning_parallel.trainer.failures import report_exception, trainer_of
+from lightning_parallel.trainer.holders import states_of_holders
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -240,7 +242,7 @@ class MeshStrategy(SavesAfterFailure):
             return
         trainer = trainer_of(self)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            launcher.keep_weights(self.lightning_module_state_dict)
+            launcher.keep_weights(self.lightning_module_state_dict, partial(states_of_holders, trainer, module))
 
     def blocked(self, what: str) -> AbstractContextManager[None]:
         """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""

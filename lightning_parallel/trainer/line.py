@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +96,9 @@ class Line:
         self._say("ask", question, *arguments)
         return self._hear("answer")
 
-    def deal(self, epoch: int) -> Part | None:
+    def deal(self, epoch: int, turn: int = 0) -> Part | None:
         """This worker's share of an epoch; None if new workers are to be let in before it."""
-        self._say("deal", epoch)
+        self._say("deal", epoch, turn)
         part: Part | None = self._hear("answer")
         return part
 
@@ -152,7 +152,8 @@ class Line:
             self.failure = Failure(self.rank, None, where, error, text)
             self._told = replace(self.failure, traceback_text="").to_error(self._others(self.rank), is_own=True)
             if self._reports:
-                self._say(False, self.failure.to_bytes())
+                with suppress(OSError):  # the hub is gone, and the others know why
+                    self.connection.send_bytes(pickle.dumps((False, self.failure.to_bytes())))
         return self._error()
 
     def cause(self, wait_s: float | None = None) -> BaseException | None:
@@ -171,8 +172,9 @@ class Line:
     def _say(self, *words: Any) -> None:
         try:
             self.connection.send_bytes(pickle.dumps(words))
-        except OSError as error:
-            raise StageError(f"rank {self.rank} lost its line to the launcher of the run ({error})") from error
+        except OSError:
+            while True:  # up to what was said last before it closed: why, as a rule
+                self._early.append(self._read())
 
     def _hear(self, kind: str) -> Any:
         while (heard := next((one for one in self._early if one[0] == kind), None)) is None:

@@ -53,6 +53,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._strategy: Any = strategy
         self._patience_s = patience_s
         self._weights: dict[str, Any] | None = None
+        self._gathered: dict[str, Any] = {}  # states of callbacks
         self._file: UnnamedFile | None = None  # for the weights
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -91,11 +92,19 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Whether ranks that this process started have trained, and ended."""
         return self._already_fit
 
-    def keep_weights(self, state_dict: Callable[[], dict[str, Any]]) -> None:
-        """Called by the strategy on every rank before it disconnects: gather the weights that the parent gets back."""
-        weights = state_dict()
+    def keep_weights(
+        self, state_dict: Callable[[], dict[str, Any]], states: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """Called by the strategy on every rank before it disconnects: gather the weights that the parent gets back.
+
+        Args:
+            state_dict: of the model.
+            states: of callbacks, by key, that no rank can tell alone.
+        """
+        weights, gathered = state_dict(), states()
         if self._strategy.global_rank == 0:
             self._weights = move_data_to_device(weights, "cpu")
+            self._gathered = move_data_to_device(gathered, "cpu")
 
     def _check(self, trainer: Trainer | None) -> None:
         if self._start_method == "spawn":
@@ -141,7 +150,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return {name: value for name, value in trainer.lightning_module.state_dict().items() if not value.is_meta}
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        states = move_data_to_device(call._call_callbacks_state_dict(trainer), "cpu")
+        alone = {key: one.state_dict() for one in trainer.callbacks if (key := one.state_key) not in self._gathered}
+        states = move_data_to_device({**{key: state for key, state in alone.items() if state}, **self._gathered}, "cpu")
         progress = {"loop": trainer.fit_loop.state_dict(), "logged": move_data_to_device(trainer.logged_metrics, "cpu")}
         measured = measured_by(trainer)
         return {**super().get_extra_results(trainer), "callbacks": states, "measured": measured, **progress}
@@ -162,7 +172,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return output.trainer_results
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_weights": None}
+        return {**super().__getstate__(), "_weights": None, "_gathered": {}}
 
 
 class UnnamedFile:

@@ -53,7 +53,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks unless they run already, then call the function on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
             port, _family.reserved = main_port(self.cluster_environment)
             os.environ["MASTER_PORT"] = str(port)
             os.environ[_PARENT] = str(os.getpid())
