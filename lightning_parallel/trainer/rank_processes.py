@@ -26,7 +26,7 @@ from lightning_parallel.trainer.failures import end_in_failure, exit_hint
 _LOOK_S = 0.2
 _TERMINATE_S = 1.5
 _SIGTERM_S = 25.0
-LAST_WORDS_S = 20.0
+LAST_WORDS_S = 15.0
 
 
 class RankProcesses:
@@ -49,6 +49,7 @@ class RankProcesses:
         self.processes: list[Any] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, Any] = {}
+        self._telling: set[int] = set()  # ranks that have told of a failure
         self._failures: list[Failure] = []  # in the order in which they came
         self._deadline, self._terminated = float("inf"), False
         self._given_up: set[int] = set()
@@ -85,8 +86,8 @@ class RankProcesses:
         return self._answers[0]
 
     def await_ends(self) -> None:
-        """After a failure: let ranks that are there do what `on_exception` wants of them."""
-        ends = {process.sentinel for process in self.processes}
+        """After a failure: let ranks that have told of it do what `on_exception` wants of them."""
+        ends = {self.processes[rank].sentinel for rank in self._telling}
         deadline = self._deadline + LAST_WORDS_S
         while ends and time.monotonic() < deadline:
             ends -= set(wait(list(ends), timeout=max(0.0, deadline - time.monotonic())))
@@ -101,6 +102,7 @@ class RankProcesses:
         if returned:
             self._answers[rank] = value
         else:
+            self._telling.add(rank)
             self._failures.append(Failure.from_bytes(value))
             self._give_up(self._failures[-1])
         return returned

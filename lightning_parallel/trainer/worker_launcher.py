@@ -73,6 +73,8 @@ class _Workers(RankProcesses):
             rank = min(self.hub.lines.values())
             self.hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
         if self.hub.failure is not None:
+            self._telling = {rank for rank in range(len(self.processes)) if rank not in self.hub.lines.values()}
+            self.await_ends()
             raise_of(Failure.from_bytes(self.hub.failure), len(self.processes))
         return self.hub.answers[0]
 
