@@ -294,7 +294,8 @@ def _class(module: str, name: str, identity: int) -> type | None:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for below in type.__subclasses__(kind):
+    found: list[type] = type.__subclasses__(kind)
+    for below in found:
         yield below
         yield from _subclasses(below)
 

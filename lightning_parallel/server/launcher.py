@@ -34,12 +34,12 @@ class Launch:
 
     Args:
         job: made by ``launch``.
-        lock: on the job's folder, see ``make_folder``.
+        locks: on the job's folders, see ``make_folder``.
         processes: by name.
     """
 
     job: Job
-    lock: int
+    locks: list[int]
     processes: dict[str, BaseProcess] = field(default_factory=dict)
 
     def start_server(self, name: str, log: Path | None = None) -> BaseProcess:
@@ -66,9 +66,8 @@ class Launch:
         for process in self.processes.values():
             process.join()
         remove(self.job.folder)
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+        while self.locks:
+            os.close(self.locks.pop())
 
 
 def launch(
@@ -101,9 +100,10 @@ def launch(
     if keys is None and host and not host.startswith("127.") and host != "localhost":
         keys = Keys.make()
     number, token = secrets.randbits(63), secrets.token_hex(16)
-    shared = None if host else in_memory(folder.name)
+    memory = None if host else in_memory(folder.name)
+    shared = None if memory is None else memory[0]
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
-    started = Launch(job, lock)
+    started = Launch(job, [lock] if memory is None else [lock, memory[1]])
     started.start_manager()
     for index in range(0 if colocated else num_servers):
         started.start_server(f"s{index}", log)

@@ -38,8 +38,8 @@ class LastWords:
     ) -> None:
         self._trainer, self._saving, self._failure = trainer, saving, failure
         self._replaced: list[tuple[Any, str]] = []
-        hooks = [(callback, "on_exception") for callback in trainer.callbacks]
-        hooks += [(trainer.datamodule, "on_exception")] if trainer.datamodule is not None else []
+        holders: Any = trainer  # of what connectors put there
+        hooks = [(one, "on_exception") for one in (*holders.callbacks, holders.datamodule) if one is not None]
         for owner, name in [*hooks, *((logger, "finalize") for logger in trainer.loggers)]:
             if callable(getattr(owner, name, None)):
                 self._replace(owner, name, self._guarded(getattr(owner, name)))

@@ -150,7 +150,11 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return {name: value for name, value in trainer.lightning_module.state_dict().items() if not value.is_meta}
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        alone = {key: one.state_dict() for one in trainer.callbacks if (key := one.state_key) not in self._gathered}
+        alone = {
+            key: one.state_dict()
+            for one in cast(Any, trainer).callbacks
+            if (key := one.state_key) not in self._gathered
+        }
         states = move_data_to_device({**{key: state for key, state in alone.items() if state}, **self._gathered}, "cpu")
         progress = {"loop": trainer.fit_loop.state_dict(), "logged": move_data_to_device(trainer.logged_metrics, "cpu")}
         measured = measured_by(trainer)
@@ -199,7 +203,7 @@ class UnnamedFile:
 def _inherited(descriptor: Any) -> UnnamedFile:
     """The same file in a spawned process."""
     file = UnnamedFile.__new__(UnnamedFile)
-    file._file = os.fdopen(descriptor.detach(), "r+b")  # type: ignore[assignment]
+    file._file = os.fdopen(descriptor.detach(), "r+b")
     return file
 
 

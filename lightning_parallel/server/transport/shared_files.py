@@ -49,34 +49,39 @@ def make_folder() -> tuple[Path, int]:
     """A folder for one job, which only this user may enter, and the lock on it; forked processes hold it too."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     os.chmod(folder, 0o700)
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return folder, lock
+    return folder, _locked(folder)
 
 
-def in_memory(name: str) -> Path | None:
-    """A folder that no disk stands behind, where the system has such."""
+def in_memory(name: str) -> tuple[Path, int] | None:
+    """A folder that no disk stands behind, and the lock on it, where the system has such."""
     if not os.access(IN_MEMORY, os.W_OK):
         return None
     folder = IN_MEMORY / name
     try:
         folder.mkdir(mode=0o700)
+        return folder, _locked(folder)
     except OSError as error:
         say_no_room(error)
         return None
-    return folder
+
+
+def _locked(folder: Path) -> int:
+    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
 def sweep() -> None:
     """Remove folders of this user's jobs of which no process lives, as after a SIGKILL of all."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
+    places = (Path(tempfile.gettempdir()), IN_MEMORY)
+    for lock in [lock for place in places for lock in place.glob(f"{PREFIX}*/{_LOCK}")]:
         with suppress(OSError):
             if lock.stat().st_uid != os.getuid():
                 continue
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(lock.parent)
+                shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(file)
 
