@@ -53,7 +53,11 @@ class MeetingStrategy(MeshStrategy):
 
     @contextmanager
     def saving(self, trainer: Trainer) -> Iterator[str]:
-        """Nothing is saved: servers end with the failure, and workers are each in a step of their own."""
+        """Several workers save nothing: servers end with the failure, and each worker is in a step of its own."""
+        if self.world_size == 1:
+            with super().saving(trainer) as why:
+                yield why
+            return
         yield f"the servers of {type(self).__name__} have ended with the run, and the state of the optimizer with them"
 
     # -- what Lightning means by collectives ---------------------------------------------------------------------------

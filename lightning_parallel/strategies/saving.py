@@ -38,6 +38,7 @@ class SavesAfterFailure(MeshAxes):
     _updates, _is_updating = 0, False  # optimizer's steps made here, and whether one is being made
     _meetings = 0  # after the failure
     _is_saving = False
+    _failed_in = ""  # the hook
     _last_words: LastWords | None = None
 
     def guard(self, trainer: Trainer, is_rank: bool = True) -> None:
@@ -49,6 +50,7 @@ class SavesAfterFailure(MeshAxes):
         """
         if self.watch is not None:
             self.watch.stop()
+        self._failed_in = getattr(self.lightning_module, "_current_fx_name", None) or ""
         if self._last_words is None:
             self._last_words = LastWords(trainer, self.saving if is_rank else None, self._failure)
 
@@ -103,9 +105,8 @@ class SavesAfterFailure(MeshAxes):
 
     def _why_not_alone(self, trainer: Trainer) -> str:
         """Why this rank has no state to save."""
-        module = self.lightning_module
-        hook = getattr(module, "_current_fx_name", None)
-        if trainer.state.fn == TrainerFn.FITTING and self._is_updating and hook not in _BEFORE_THE_UPDATE:
+        is_before = self._failed_in in _BEFORE_THE_UPDATE
+        if trainer.state.fn == TrainerFn.FITTING and self._is_updating and not is_before:
             return f"rank {self.global_rank} failed within the optimizer's step, and its state is of no whole one"
         return ""
 

@@ -74,6 +74,7 @@ class ServerLife(ServerRuns):
         self.set_world_ranks()
         if self._line is None:
             self._line = self.take_run().line
+        self._line.is_alone = self.world_size == 1
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):

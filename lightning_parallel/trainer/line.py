@@ -29,7 +29,12 @@ class Line:
         rank: of this worker.
         reports: whether failures go to the hub from here; else the launcher sends them.
         is_new: whether it joins a run that is under way; until it is let in, it meets nobody.
+
+    Attributes:
+        is_alone: whether there is no other worker; the hub then hears of a failure when all is saved that is to be.
     """
+
+    is_alone = False
 
     def __init__(self, connection: AnyConnection, rank: int, reports: bool = False, is_new: bool = False) -> None:
         self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
@@ -151,7 +156,7 @@ class Line:
             text = "".join(traceback.format_exception(error))
             self.failure = Failure(self.rank, None, where, error, text)
             self._told = replace(self.failure, traceback_text="").to_error(self._others(self.rank), is_own=True)
-            if self._reports:
+            if self._reports and not self.is_alone:
                 with suppress(OSError):  # the hub is gone, and the others know why
                     self.connection.send_bytes(pickle.dumps((False, self.failure.to_bytes())))
         return self._error()

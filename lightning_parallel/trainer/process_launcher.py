@@ -255,10 +255,14 @@ def _fail(
     if failure is None:
         text = "".join(traceback.format_exception(error))
         failure = Failure(rank, None, where_of(trainer, error), error, text)
-    pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
+    is_alone = launcher._strategy.world_size == 1  # nobody waits for it, and servers end when they hear of it
+    if not is_alone:
+        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
     with suppress(BaseException):
         if trainer is not None:
             call._interrupt(trainer, error)
+    if is_alone:
+        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
     with suppress(BaseException):
         if trainer is not None:
             trainer._teardown()

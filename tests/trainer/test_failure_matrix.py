@@ -11,10 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 
 from tests.harness import free_port, run_ranks
-from tests.trainer.failing import PLACES, STAGED, STRATEGIES, Seen, fail_and_train, train
-from tests.trainer.pipelines import WEIGHTS, join_as_torchrun
+from tests.trainer.failing import (
+    PLACES,
+    STAGED,
+    STRATEGIES,
+    Failing,
+    Hears,
+    Refused,
+    Seen,
+    fail_and_train,
+    train,
+)
+from tests.trainer.pipelines import WEIGHTS, join_as_torchrun, make_trainer
 from tests.trainer.test_environments import join_as_slurm
 from tests.trainer.test_launchers import ROOT, children_of, script_environment
 
@@ -124,3 +136,51 @@ def test_everywhere(how: str, cases: list[Case], own_folder):
         by_script(own_folder, cases, 280.0)
     else:
         by_launcher(join_as_torchrun if how == "torchrun" else join_as_slurm, cases, 280.0)
+
+
+class Late(Callback):
+    """Fails when it hears of a failure."""
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        raise LookupError("late")
+
+
+ALONE = [name for name in STRATEGIES if not name.startswith(("hybrid", "tensor"))]  # that run on one rank
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
+    own = Refused("training_step", 7)
+
+    class Raises(Failing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                raise own
+            return super().training_step(batch, batch_idx)
+
+    options = {"start_method": "popen"} if strategy != "server" else {}
+    hears = Hears()
+    with pytest.raises(Refused) as caught:
+        make_trainer(STRATEGIES[strategy](**options), 1, [hears]).fit(Raises())
+    if strategy == "server":  # its worker is a process of its own
+        assert caught.value.code == 7
+    else:
+        assert caught.value is own
+    assert hears.heard == [caught.value]
+    assert "rank 0" in caught.value.__notes__[-1].splitlines()[0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_callback_that_fails_when_it_hears_of_it_leaves_nothing_either(strategy: str, own_folder):
+    options = {"start_method": "popen"}
+    callbacks = [Late(), Hears()]
+    with pytest.raises(LookupError, match="late") as caught:
+        make_trainer(STRATEGIES[strategy](**options), 1, callbacks).fit(Failing("training_step", 0))
+    assert isinstance(caught.value.__context__, Refused)
+    assert not dist.is_initialized()
+    assert not [name for callback in callbacks for name in vars(callback) if name.startswith("on_")]
+    assert not children_of(os.getpid())
+    reference, ours = train("auto", 1), train(strategy, 1, **options)
+    for name, value in reference.items():
+        torch.testing.assert_close(ours[name], value, **WEIGHTS)

@@ -16,7 +16,7 @@ from tests.trainer.pipelines import WEIGHTS, assert_same_optimizer, join_as_torc
 WHOLE = [name for name in STRATEGIES if name != "server"]
 
 
-def fail(folder: Path, strategy: str, place: str, rank: int, **options: Any) -> list[str]:
+def fail(folder: Path, strategy: str, place: str, rank: int, devices: int = 2, **options: Any) -> list[str]:
     """A run of this process that fails in its second batch; what it was warned of."""
     torch.manual_seed(1)
     callbacks = [
@@ -25,7 +25,7 @@ def fail(folder: Path, strategy: str, place: str, rank: int, **options: Any) -> 
     ]
     made = "auto" if strategy == "auto" else STRATEGIES[strategy](**options)
     trainer = make_trainer(
-        made, 1 if strategy == "auto" else 2, callbacks, enable_checkpointing=True, use_distributed_sampler=False
+        made, 1 if strategy == "auto" else devices, callbacks, enable_checkpointing=True, use_distributed_sampler=False
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -104,3 +104,16 @@ def test_a_rank_that_is_gone_has_taken_its_state_along(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.trainer.test_saved_on_exception.Refused", Exception)
     fail(tmp_path, "pipeline", "training_step", 1, start_method="fork")
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".ckpt")]
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "zero_1", "zero_3", "server"])
+@pytest.mark.parametrize("place", ["training_step", "on_before_optimizer_step"])
+def test_in_one_process_it_is_saved_wherever_it_fails(strategy: str, place: str, tmp_path):
+    fail(tmp_path, "auto", place, 0)
+    start_method = "fork" if (strategy, place) == ("server", "training_step") else "popen"
+    assert fail(tmp_path, strategy, place, 0, devices=1, start_method=start_method) == []
+    theirs, ours = [torch.load(tmp_path / f"{name}-{place}.ckpt", weights_only=False) for name in ("auto", strategy)]
+    assert ours["global_step"] == theirs["global_step"]
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, **WEIGHTS)
+    assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0], WEIGHTS)
