@@ -51,7 +51,7 @@ class Endless(Classifier):
         self.said = said
 
     def on_train_start(self) -> None:
-        self.said.put(os.getpid())
+        self.said.send(os.getpid())
 
 
 def launches(folder: Path, said: Any, make: Any) -> None:
@@ -70,10 +70,15 @@ def wait_for(true: Any, seconds: float = 15.0) -> bool:
 
 def launched(folder: Path, make: Any) -> tuple[Any, list[int]]:
     """A process that forks two ranks, which train for ever; and they."""
-    said = fork.SimpleQueue()
+    heard, said = fork.Pipe(duplex=False)
     process = fork.Process(target=launches, args=(folder, said, make))
     process.start()
-    return process, [said.get(), said.get()]
+    said.close()
+    ranks = []
+    while len(ranks) < 2:
+        assert heard.poll(30.0), "the ranks do not train"
+        ranks.append(heard.recv())
+    return process, ranks
 
 
 def left_in(folder: Path) -> list[str]:
