@@ -50,6 +50,8 @@ class SavesAfterFailure(MeshAxes):
         """
         if self.watch is not None:
             self.watch.stop()
+        if is_rank and self.world_size > 1:  # whose connections are closed: hooks wait for nobody
+            disconnect(failed=True)
         self._failed_in = getattr(self.lightning_module, "_current_fx_name", None) or ""
         if self._last_words is None:
             self._last_words = LastWords(trainer, self.saving if is_rank else None, self._failure)
@@ -89,7 +91,6 @@ class SavesAfterFailure(MeshAxes):
                 self._is_saving = False
             return
         assert self._store is not None
-        disconnect(failed=True)
         store = dist.PrefixStore(f"saving_{self._meetings}", self._store)
         try:
             connect(store, self.global_rank, self.world_size, torch.device("cpu"), _TALK)

@@ -63,6 +63,9 @@ class ZeROSteps(ZeROCheckpoints):
         if isinstance(self._engine, ShardedEngine):
             self._engine.free_gathered()
 
+    def prepare_saving(self) -> None:
+        self._free_gathered()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
         output = super().validation_step(*args, **kwargs)
