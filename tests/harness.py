@@ -99,6 +99,11 @@ def imported_anew(fn: Callable[[int], Any], without: Collection[str]) -> Any:
     return run_ranks(run, 1, group=False)[0]
 
 
+def said_by(error: BaseException) -> str:
+    """The text of an exception, and its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
 def free_port() -> int:
     """A TCP port of the loopback device that nobody else is given before `release_ports`."""
     reserved = ReservedPort("127.0.0.1")

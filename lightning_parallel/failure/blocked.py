@@ -1,7 +1,7 @@
 """A wait for other ranks, as the watch sees it.
 
 The one idea: what a main thread waits for is set on the way in and taken back on the way out, without a generator, as
-hot loops come here. A failure on the way is the echo of another's.
+hot loops come here. A failure on the way is the echo of another's, unless it is the run's own, told already.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from lightning_parallel.errors import StageError
+from lightning_parallel.errors import raise_told
 
 if TYPE_CHECKING:
     from lightning_parallel.failure.watch import Watch
@@ -36,5 +36,5 @@ class Blocked:
     ) -> None:
         self._watch.waiting = self._before
         self._watch.progress += 1
-        if isinstance(error, RuntimeError) and not isinstance(error, StageError):
-            raise self._watch.report_echo(error, f"waiting for {self._what}")
+        if isinstance(error, RuntimeError):
+            raise_told(self._watch.report_echo(error, f"waiting for {self._what}"), error)

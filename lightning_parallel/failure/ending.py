@@ -5,6 +5,7 @@ The one idea: first it has time to end by itself, then what it waits on is close
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ class Ending:
     def __init__(self, patience: Patience, exit: Callable[[int], object]) -> None:
         self._patience, self._exit = patience, exit
         self._aborts: list[Callable[[], object]] = []
+        self.last: list[Callable[[], object]] = [_end_children]
 
     def add(self, abort: Callable[[], object]) -> None:
         """A function that frees a main thread; called once, in a thread of its own."""
@@ -48,4 +50,12 @@ class Ending:
         flush.join(_FLUSH_S)
         text = f"rank {rank} did not end by itself{whereabouts()}; it is ended now\n{why}"
         os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
+        for function in self.last:
+            quietly(function)
         self._exit(1)
+
+
+def _end_children() -> None:
+    """A loader's workers, which wait for this process."""
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lightning_parallel.errors import Failure, name_of
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.processes import processor_seconds
+from lightning_parallel.failure.processes import end_silent, processor_seconds
 from lightning_parallel.failure.wire import Line
 
 _LONGEST_COMPUTING = 10  # a process that computes without a sign of life is given this many times `stale_s`
@@ -28,6 +28,9 @@ class Status(NamedTuple):
     process: tuple[str, int]  # the host (with its process name space) and the process id
     waiting: str | None = None
     blocked_for: float = 0.0
+    asked_by: int = -1  # the rank that was told to end, as far as this one knows
+    begun: int = -1  # batches that it had begun when it heard of that
+    last: int = -1  # the last batch of all, as rank 0 says
 
     @property
     def name(self) -> str:
@@ -167,8 +170,8 @@ class Party:
             if peer.finished or peer.line.closed or silent_s < self.patience.stale_s / 2:
                 continue
             if not self._computes(peer, now) and silent_s >= self.patience.stale_s:
-                why = f"not heard of for {silent_s:.0f} s (stopped, or its host is gone)"
-                return lost(peer.status.rank, peer.status.stage, why)
+                end_silent(peer.status.process, self.own.process)
+                return lost(peer.status.rank, peer.status.stage, not_heard_of(silent_s))
         return None
 
     def _computes(self, peer: Peer, now: float) -> bool:
@@ -184,6 +187,14 @@ class Party:
             peer.cpu = (now, used)
             return before is None or used > before[1]
         return True
+
+
+ENDED = "its process ended"  # of a lost rank, where somebody else may know by which signal
+
+
+def not_heard_of(seconds: float) -> str:
+    """Why a rank is lost that gave no sign of life for so long."""
+    return f"not heard of for {seconds:.0f} s (stopped, or its host is gone)"
 
 
 def lost(rank: int, stage: int | None, why: str) -> Failure:

@@ -1,6 +1,7 @@
 """What the system knows of a process: its host, whether it computes, its connections, where its thread is."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -39,3 +40,13 @@ def whereabouts() -> str:
     """In which function, file and line the main thread is, in brackets behind a space; empty if that is not known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "" if frame is None else f" (it was in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def end_silent(process: tuple[str, int], own: tuple[str, int]) -> None:
+    """Kill a process that has given no sign of life, if it is of this host: who is stopped does not end by itself.
+
+    Its connection is still open, so it has not ended, and nobody else has its number.
+    """
+    if process[0] == own[0] and process[1] != own[1]:
+        with suppress(OSError):
+            os.kill(process[1], signal.SIGKILL)

@@ -5,7 +5,7 @@ never end. A rank reports its exception; a rank that ended, fell silent, or wait
 Then each main thread has a grace to end by itself, then its connections are closed under it, then the process ends
 (``ending.py``).
 
-    main thread      F3 -- recv ......................... RuntimeError -> cause() -> StageError
+    main thread      F3 -- recv ......................... RuntimeError -> cause() -> the failure
     watch's thread   beat -- beat -- (1) failure known -- (2) grace_s: close connections -- (3) exit_s: os._exit(1)
 
 Left out: restarting what failed; a rank that computes for ever without communicating.
@@ -47,24 +47,27 @@ class Watch(WatchThread):
         self._stage, self._next_beat = stage, 0.0
         self._nudge()
 
-    def report(self, error: BaseException, where: str = "") -> StageError:
+    def report(self, error: BaseException, where: str = "", headline: str = "") -> BaseException:
         """Tell all ranks of an exception and return what to raise. The first report of a run wins, on every rank.
+
+        It is one object in a process, whoever asks: this rank's own exception, or that of another rank made again.
 
         A failure of communication is the echo of another one as a rule: that one is waited for first, as in `cause`.
         """
-        return self._tell(error, where, is_communication_error(error))
+        return self._tell(error, where, is_communication_error(error), headline)
 
-    def report_echo(self, error: BaseException, where: str) -> StageError:
+    def report_echo(self, error: BaseException, where: str) -> BaseException:
         """`report` of an error that came out of a wait for other ranks."""
         return self._tell(error, where, is_echo=True)
 
-    def _tell(self, error: BaseException, where: str, is_echo: bool) -> StageError:
-        if isinstance(error, StageError):
+    def _tell(self, error: BaseException, where: str, is_echo: bool, headline: str = "") -> BaseException:
+        if isinstance(error, StageError) or error is self._told:
             return error
         if self.failure is None and is_echo:
             self.cause()
         if self.failure is None:
-            self._publish(Failure(self.rank, self.stage, where, error, "".join(traceback.format_exception(error))))
+            text = "".join(traceback.format_exception(error))
+            self._publish(Failure(self.rank, self.stage, where, error, text, headline))
         assert self.failure is not None
         return self._raisable(self.failure)
 
@@ -76,7 +79,7 @@ class Watch(WatchThread):
             self._known.wait(SAID_S)
         self._take(mine)  # alone, or rank 0 does not answer
 
-    def cause(self, wait_s: float | None = None) -> StageError | None:
+    def cause(self, wait_s: float | None = None) -> BaseException | None:
         """Why communication failed here: the run's first failure, waited for briefly; None if nobody knows of one."""
         if self._party is not None:
             self._known.wait(self.patience.cause_s if wait_s is None else wait_s)
@@ -86,9 +89,26 @@ class Watch(WatchThread):
         """A context for what may wait for other ranks: says so to the watch, and turns its failure into the cause."""
         return Blocked(self, what)
 
+    def ask_to_end(self) -> None:
+        """This rank was told to end, and all end with it behind the same batch; may be called by a signal handler."""
+        self._is_asked, self._next_beat = True, 0.0
+        self._nudge()
+
+    def begin_batch(self) -> bool:
+        """Whether to begin one more batch: not, where a rank was told to end and the last one of all is over."""
+        last = self.last_batch
+        if last.asked_by is None:
+            return last.begin()
+        with self.blocked("the other ranks, to end behind the same batch"):
+            return last.begin(lambda: self.failure is not None)
+
     def on_abort(self, abort: Callable[[], object]) -> None:
         """Have a function called (in another thread) that frees a main thread still blocked after a failure."""
         self._ending.add(abort)
+
+    def on_exit(self, end: Callable[[], object]) -> None:
+        """Have a function called before the process is ended, if its main thread does not end by itself."""
+        self._ending.last.append(end)
 
     def opening(self) -> AbstractContextManager[None]:
         """A context in which process groups are made: connections opened in it are shut once a failure is known."""
@@ -98,7 +118,7 @@ class Watch(WatchThread):
         """Wait until every rank has come to the end of its run, so that none ends well where another one fails.
 
         Raises:
-            StageError: the run has failed.
+            Exception: the failure of the run, if it has failed.
         """
         if self._party is None:
             return

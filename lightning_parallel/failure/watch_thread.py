@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.aborts import Connections
 from lightning_parallel.failure.ending import Ending
-from lightning_parallel.failure.party import Party, Status, lost
+from lightning_parallel.failure.last_batch import LastBatch
+from lightning_parallel.failure.party import ENDED, Party, Status, lost, not_heard_of
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import this_process
 from lightning_parallel.failure.pulse import Pulse
@@ -53,7 +54,9 @@ class WatchThread:
         self.failure: Failure | None = None
         self._process = this_process()
         self._own_error: BaseException | None = None
+        self._told: BaseException | None = None  # what this process raises of the run's failure
         self._failed_at = self._leaving_since = self._next_beat = 0.0
+        self.last_batch, self._is_asked = LastBatch(), False
         self._pulse = Pulse(self.patience.blocked_s / 2)
         self._ending = Ending(self.patience, exit)
         self._connections = Connections()
@@ -98,6 +101,7 @@ class WatchThread:
         self._beat(party, now)
         while self._outbox:
             party.report(self._outbox.pop(0))
+        self._agree(party)
         if party.failure is None:
             self._judge(party, now)
         if party.failure is not None:
@@ -119,14 +123,41 @@ class WatchThread:
         if now >= self._next_beat:
             self._next_beat = now + self.patience.beat_s  # first, since setting `stage` takes it back
             waits_for = None if waiting is None else str(waiting)
-            party.beat(Status(self.rank, self._stage, self._process, waits_for, still))
+            last, asked_by = self.last_batch, self.last_batch.asked_by
+            party.beat(
+                Status(
+                    self.rank, self._stage, self._process, waits_for, still,
+                    -1 if asked_by is None else asked_by, last.said(), last.last,
+                )
+            )  # fmt: skip
+
+    def _agree(self, party: Party) -> None:
+        """On the last batch, if a rank was told to end: rank 0 hears all numbers, and tells the greatest."""
+        last, others = self.last_batch, [peer.status for peer in party.peers.values()]
+        before = last.asked_by, last.last
+        asking = [self.rank] if self._is_asked else [status.asked_by for status in others if status.asked_by >= 0]
+        if last.asked_by is None and asking:
+            last.ask(asking[0])
+        if last.asked_by is None or last.last >= 0:
+            return
+        if self.rank:
+            begun = [status.last for status in others if status.last >= 0]
+        else:
+            begun = [last.said(), *(status.begun for status in others if status.begun >= 0)]
+            begun = begun if len(begun) == self.world_size else []
+        if begun:
+            last.settle(begun)
+        if before != (last.asked_by, last.last):
+            self._next_beat = 0.0  # at once
 
     def _judge(self, party: Party, now: float) -> None:
         failure, gone = party.judge(now), party.gone()
         if gone is not None and gone.gone_since is not None:
-            hint = self.lost_hint(gone.status.rank)
-            if hint is not None or now - gone.gone_since > _HINT_S:
-                why = f"its process ended ({hint or 'killed, or out of memory'})"
+            hint, silent_s = self.lost_hint(gone.status.rank), gone.gone_since - gone.heard
+            if silent_s > self.patience.stale_s / 2:  # somebody else found that it was stopped, and ended it
+                failure = lost(gone.status.rank, gone.status.stage, not_heard_of(silent_s))
+            elif hint is not None or now - gone.gone_since > _HINT_S:
+                why = f"{ENDED} ({hint or 'killed, or out of memory'})"
                 failure = lost(gone.status.rank, gone.status.stage, why)
         if failure is not None:
             party.learn(failure, failure.to_bytes())
@@ -148,11 +179,15 @@ class WatchThread:
                 self._known.set()
                 self._parted.set()
 
-    def _raisable(self, failure: Failure) -> StageError:
-        if self._own_error is not None and failure.rank == self.rank and failure.error is not None:
-            failure = replace(failure, error=self._own_error, traceback_text="")
-        others = () if failure.rank is None else [rank for rank in range(self.world_size) if rank != failure.rank]
-        return failure.to_error(others)
+    def _raisable(self, failure: Failure) -> BaseException:
+        with self._lock:
+            if self._told is None:
+                is_own = self._own_error is not None and failure.rank == self.rank and failure.error is not None
+                if is_own:
+                    failure = replace(failure, error=self._own_error, traceback_text="")
+                ranks = range(self.world_size) if failure.rank is not None else ()
+                self._told = failure.to_error([rank for rank in ranks if rank != failure.rank], is_own)
+            return self._told
 
     def _nudge(self) -> None:
         if self._party is not None:

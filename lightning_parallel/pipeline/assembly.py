@@ -95,7 +95,7 @@ class Pipeline(OwnPart):
         early_sums: bool = True,
         divide: Callable[[Pipeline, Sequence[nn.Parameter]], None] | None = None,
         context: Context = nullcontext,
-        fail: Callable[[Exception, Action], Exception] = lambda error, action: error,
+        fail: Callable[[Exception, Action], BaseException] = lambda error, action: error,
         waiting: Waiting = nobody_waits,
     ) -> None:
         placement = placement or {(0, row): row for row in range(len(copies[0]))}

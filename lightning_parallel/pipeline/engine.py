@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.clock import Clock
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
@@ -33,7 +34,7 @@ class Engine:
         row: int,
         seats: Mapping[tuple[int, int], Seat],
         clock: Clock,
-        fail: Callable[[Exception, Action], Exception],
+        fail: Callable[[Exception, Action], BaseException],
         receive_ahead: int = 1,
     ) -> None:
         self.row, self.seats, self.clock, self.fail, self.receive_ahead = row, dict(seats), clock, fail, receive_ahead
@@ -89,10 +90,7 @@ class Engine:
                 if i == last_result and work.after_forwards is not None:
                     work.after_forwards(self._results)
             except Exception as error:
-                failure = self.fail(error, action)
-                if failure is error:
-                    raise
-                raise failure from failure.__cause__
+                raise_told(self.fail(error, action), error)
         for seat in self.seats.values():
             seat.forget(work.training)
         return self._results

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.agreement import Passed, contracts
 from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox, undescribable
 from lightning_parallel.pipeline.calls import Going
@@ -72,7 +73,7 @@ class Rounds:
         cut: Cut,
         seats: Mapping[tuple[int, int], Seat],
         all_gather: Callable[[Any], list[Any]],
-        fail: Callable[[Exception, Action], Exception],
+        fail: Callable[[Exception, Action], BaseException],
         open_straight: OpenStraight | None = None,
     ) -> None:
         self.cut, self.seats, self._all_gather, self._fail = cut, seats, all_gather, fail
@@ -118,7 +119,7 @@ class Rounds:
                 try:
                     mine[stage] = self._pass(seat, work, microbatch, known)
                 except Exception as error:
-                    raise self._fail(error, Action("F", stage, microbatch)) from error
+                    raise_told(self._fail(error, Action("F", stage, microbatch)), error)
         return {stage: of for ranks in self._all_gather(mine) for stage, of in sorted(ranks.items())}
 
     def _pass(self, seat: Seat, work: StepWork, microbatch: int, known: UnitOutputs) -> Passed:
@@ -157,7 +158,7 @@ class Rounds:
         )
         if (0, stage) not in self.seats:
             self._all_gather(None)  # that stage's rank says what is wrong
-        raise self._fail(error, Action("F", stage, microbatch)) from error
+        raise_told(self._fail(error, Action("F", stage, microbatch)), error)
 
     def _agree(self, signature: Hashable, agreed: Mapping[tuple[int, int], Contract]) -> None:
         """Tell every boundary what was found out; those between stages that are no neighbours may have to be opened."""

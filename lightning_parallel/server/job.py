@@ -28,6 +28,7 @@ from lightning_parallel.server.transport.board import Board, Boards, has_boards
 from lightning_parallel.server.transport.errands import Coordination, Helping
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.session import Session
+from lightning_parallel.server.transport.shared_files import say_no_room
 from lightning_parallel.server.transport.slab import Slab
 from lightning_parallel.server.transport.zeromq import Node, endpoint_in
 
@@ -89,7 +90,13 @@ class Job:
 
     def board(self, address: str) -> Board | None:
         """Where a server shows its ranges, if the job has such."""
-        return Board(self.shared or self.folder, address, self.rules.layout) if self.has_boards else None
+        if not self.has_boards:
+            return None
+        try:
+            return Board(self.shared or self.folder, address, self.rules.layout)
+        except OSError as error:
+            say_no_room(error)
+            return None
 
     def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
         """A worker's session; call ``start`` on it."""

@@ -9,19 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-import shutil
-import tempfile
+import signal
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.job import Job
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.memory import keep_freed_memory
+from lightning_parallel.server.transport.shared_files import in_memory, make_folder, remove, sweep
 from lightning_parallel.server.transport.zeromq import endpoint_in
 
 _fork = multiprocessing.get_context("fork")
@@ -33,10 +34,12 @@ class Launch:
 
     Args:
         job: made by ``launch``.
+        locks: on the job's folders, see ``make_folder``.
         processes: by name.
     """
 
     job: Job
+    locks: list[int]
     processes: dict[str, BaseProcess] = field(default_factory=dict)
 
     def start_server(self, name: str, log: Path | None = None) -> BaseProcess:
@@ -45,10 +48,11 @@ class Launch:
 
     def start_manager(self) -> BaseProcess:
         """Fork the manager, the first one or one after it."""
-        return self._fork(MANAGER, self.job.manage)
+        return self._fork(MANAGER, self.job.manage, removes=True)
 
-    def _fork(self, name: str, target: object, args: tuple[object, ...] = ()) -> BaseProcess:
-        process = _fork.Process(target=_child, args=(target, *args), name=name, daemon=True)
+    def _fork(self, name: str, target: object, args: tuple[object, ...] = (), removes: bool = False) -> BaseProcess:
+        folder = self.job.folder if removes else None
+        process = _fork.Process(target=_child, args=(os.getpid(), folder, target, *args), name=name, daemon=True)
         process.start()
         self.processes[name] = process
         return process
@@ -61,9 +65,9 @@ class Launch:
             process.kill()
         for process in self.processes.values():
             process.join()
-        for folder in (self.job.folder, self.job.shared):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        remove(self.job.folder)
+        while self.locks:
+            os.close(self.locks.pop())
 
 
 def launch(
@@ -90,32 +94,44 @@ def launch(
         colocated: start no servers; workers do, with ``job.serve_in_thread``.
         keys: made here where they are needed, if they are not given.
     """
-    folder = Path(tempfile.mkdtemp(prefix="server-"))
-    os.chmod(folder, 0o700)
+    sweep()
+    folder, lock = make_folder()
     manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
     if keys is None and host and not host.startswith("127.") and host != "localhost":
         keys = Keys.make()
     number, token = secrets.randbits(63), secrets.token_hex(16)
-    shared = None if host else _in_memory(folder.name)
+    memory = None if host else in_memory(folder.name)
+    shared = None if memory is None else memory[0]
     job = Job(rules, num_servers, num_workers, folder, number, token, host, manager, slab_bytes, keys, shared)
-    started = Launch(job)
+    started = Launch(job, [lock] if memory is None else [lock, memory[1]])
     started.start_manager()
     for index in range(0 if colocated else num_servers):
         started.start_server(f"s{index}", log)
     return started
 
 
-def _in_memory(name: str) -> Path | None:
-    """A folder that no disk stands behind, where the system has such."""
-    if not os.access("/dev/shm", os.W_OK):
-        return None
-    folder = Path("/dev/shm", name)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-def _child(target: object, *args: object) -> None:
+def _child(parent: int, folder: Path | None, target: object, *args: object) -> None:
+    _end_with(parent, folder)
     torch.set_num_threads(1)
     keep_freed_memory()
     assert callable(target)
     target(*args)
+
+
+def _end_with(parent: int, folder: Path | None) -> None:
+    """End when the process that started the job ends, whatever ended it.
+
+    Args:
+        parent: that process.
+        folder: of the job, which this one removes then; None leaves it to another.
+    """
+
+    def end(*_: object) -> None:
+        if folder is not None:
+            remove(folder)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)
+    if os.getppid() != parent:
+        end()

@@ -29,7 +29,6 @@ class MeshAxes(MeshCollectives):
         super().__init__(**kwargs)
         self._mesh: DeviceMesh | None = None
         self._groups: dict[frozenset[str], Any] = {}
-        self._sigterm_group: Any = None
 
     @property
     def is_distributed(self) -> bool:
@@ -69,7 +68,7 @@ class MeshAxes(MeshCollectives):
 
     def _host_groups(self) -> Collection[int]:
         """Identities of the groups in which nothing of the model is said."""
-        return {id(self._sigterm_group), id(self._barriers)}
+        return {id(self._barriers)}
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -25,9 +26,10 @@ from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
 from lightning_parallel.strategies.arguments import refuse_lazy
-from lightning_parallel.strategies.axes import MeshAxes
+from lightning_parallel.strategies.saving import SavesAfterFailure
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
-from lightning_parallel.trainer.failures import report_exception
+from lightning_parallel.trainer.failures import report_exception, trainer_of
+from lightning_parallel.trainer.holders import states_of_holders
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
 
@@ -43,7 +45,7 @@ def _reads_nothing(failed: bool) -> None:
     """What is shown is no device's."""
 
 
-class MeshStrategy(MeshAxes):
+class MeshStrategy(SavesAfterFailure):
     """A strategy whose ranks form a named mesh.
 
     Args:
@@ -106,10 +108,9 @@ class MeshStrategy(MeshAxes):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:
-            from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.launchers import make_launcher
 
-            self._launcher = make_launcher(self)
+        self._launcher = make_launcher(self)
 
     def connect(self, model: LightningModule) -> None:
         refuse_lazy(model, type(self).__name__)
@@ -123,11 +124,11 @@ class MeshStrategy(MeshAxes):
         host, device = environment.main_address, self.root_device
         store = open_store(host, environment.main_port, rank, world, self.timeout)
         self.watch = Watch(rank, world, store, host=host, patience=self.patience)
+        self._store, self._updates, self._is_updating, self._meetings = store, 0, False, 0
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
             self._mesh = build_mesh(device.type, self.axes())
             self._groups = open_groups(self.axes(), self.planes)
-            self._sigterm_group = dist.new_group(backend="gloo") if world > 1 else None
             self._barriers = dist.new_group(backend="gloo") if world > 1 else None
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):  # all ranks are there: from now on the watch finds out who is gone
@@ -136,11 +137,11 @@ class MeshStrategy(MeshAxes):
             self.watch.on_abort(abort_device_groups)
 
     def let_host_run_ahead(self, trainer: Trainer) -> None:
-        """Between batches wait for no device: agree on SIGTERM on the host, and read what a progress bar shows when it
+        """Between batches wait for no device: agree on SIGTERM by the watch, and read what a progress bar shows when it
         shows it; for `setup` of a subclass to call."""
         self._read_shown = read_when_shown(trainer)
-        if self._sigterm_group is not None:
-            self._restore_sigterm = replace_sigterm_broadcast(trainer, self._sigterm_group)
+        if self.watch is not None and self.world_size > 1:
+            self._restore_sigterm = replace_sigterm_broadcast(trainer, self.watch)
 
     def on_exception(self, exception: BaseException) -> None:
         report_exception(self, exception)
@@ -187,9 +188,9 @@ class MeshStrategy(MeshAxes):
         """Raise the failure of this run if there is one, before waiting for ranks that may be gone.
 
         Raises:
-            StageError: the run has failed.
+            Exception: the failure of the run.
         """
-        error = self.watch.cause(0.0) if self.watch is not None and self.failed else None
+        error = self.watch.cause(0.0) if self.watch is not None and self.failed and not self._is_saving else None
         if error is not None:
             raise error from error.__cause__
 
@@ -200,7 +201,8 @@ class MeshStrategy(MeshAxes):
 
     def teardown(self) -> None:
         failed = self.failed
-        self._restore_sigterm(failed)
+        self.hooks_are_over()
+        self._restore_sigterm()
         self._read_shown(failed)
         if self.watch is not None and not failed:
             self._keep_weights()
@@ -222,7 +224,7 @@ class MeshStrategy(MeshAxes):
         """After the last hooks of a run: wait for those of the other ranks.
 
         Raises:
-            StageError: they have failed.
+            Exception: what they have failed of.
         """
         if self.watch is not None:
             self.watch.part()
@@ -238,8 +240,9 @@ class MeshStrategy(MeshAxes):
         module, launcher = self.lightning_module, cast(Any, self.launcher)
         if not hasattr(launcher, "keep_weights") or module is None:
             return
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            launcher.keep_weights(self.lightning_module_state_dict)
+        trainer = trainer_of(self)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            launcher.keep_weights(self.lightning_module_state_dict, partial(states_of_holders, trainer, module))
 
     def blocked(self, what: str) -> AbstractContextManager[None]:
         """A context for what waits for other ranks: a rank that waits for ever is found, and told why."""

@@ -129,7 +129,7 @@ class DividedCheckpoints(PipelineStrategy):
 
     def _bring(self, pieces: Mapping[Any, Mapping[str, Any]], keys: Sequence[Any]) -> Mapping[Any, Mapping[str, Any]]:
         """Whole tensors of the copies' pieces: all on the first copy, or dealt out to them where each saves a share."""
-        if self._states is not None and not self._released:
+        if self._states is not None and not self._released and not self._is_saving:
             self._states.pause()  # a copy that trains on is told so
         with self.blocked("the other copies' states"):
             if self.state_dict_type == "sharded":

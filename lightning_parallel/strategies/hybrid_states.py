@@ -27,6 +27,7 @@ from lightning_parallel.pipeline.memoryless import without_memory
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
 from lightning_parallel.strategies.gathered_steps import GatheredSteps
+from lightning_parallel.trainer.failures import trainer_of
 from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.gathered import GatheredBucket
@@ -171,8 +172,9 @@ class DividedPipeline(GatheredSteps):
         before_evaluations_end(trainer, self.lightning_module, self._free_after_evaluation)
 
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            let_evaluations_end(self.lightning_module.trainer)
+        trainer = trainer_of(self)
+        if trainer is not None:  # there is none in a process that only started the ranks
+            let_evaluations_end(trainer)
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         if self._states is not None and self.watch is not None and not self.failed:
             with self.blocked("the other ranks at the end of the run"):

@@ -6,7 +6,8 @@ waits. Left out: what ranks do in steps; that is the subclass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_parallel.trainer.line import Line, first_of
 from lightning_parallel.trainer.shared_values import combined
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies.strategy import TBroadcast
 
 # Hooks within a step, in which no worker waits for another.
@@ -49,6 +50,15 @@ class MeetingStrategy(MeshStrategy):
     @property
     def is_distributed(self) -> bool:
         return self.world_size > 1
+
+    @contextmanager
+    def saving(self, trainer: Trainer) -> Iterator[str]:
+        """Several workers save nothing: servers end with the failure, and each worker is in a step of its own."""
+        if self.world_size == 1:
+            with super().saving(trainer) as why:
+                yield why
+            return
+        yield f"the servers of {type(self).__name__} have ended with the run, and the state of the optimizer with them"
 
     # -- what Lightning means by collectives ---------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class PipelineBuilding(PipelineSteps):
             waiting=self.blocked,
         )
 
-    def _stage_error(self, error: Exception, action: Action) -> Exception:
+    def _stage_error(self, error: Exception, action: Action) -> BaseException:
         assert self.watch is not None
         work = "forward" if action.kind == "F" else "backward"
         if len(self.stages_held) > 1:

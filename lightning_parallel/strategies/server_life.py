@@ -81,6 +81,7 @@ class ServerLife(ServerRuns):
         self.set_world_ranks()
         if self._line is None:
             self._line = self.take_run().line
+        self._line.is_alone = self.world_size == 1
         self.watch = cast(Any, self._line)
         launcher = cast(Any, self.launcher)
         if hasattr(launcher, "joined"):
@@ -179,11 +180,14 @@ class ServerLife(ServerRuns):
         state = None
         if self.global_rank == 0 and self.worker is not None:
             assert self._job is not None
-            state = (replace(self._job, keys=None), self.worker.era + 1, state_of(trainer, rest))
-        job, era, state = first_of(self._meet(JOIN, state), 0)
+            turn = 0 if self.rows is None else self.rows.turn
+            state = (replace(self._job, keys=None), self.worker.era + 1, state_of(trainer, rest), turn)
+        job, era, state, turn = first_of(self._meet(JOIN, state), 0)
         if self._line.is_new:
             self._job = job if self._hosts is None else self._hosts.place(job, self._line.connection)
             load_state(trainer, state)
+            if self.rows is not None:
+                self.rows.turn = turn
             worker = self._take_part(era)
             self._line.is_new = False
             worker.pull()
@@ -193,6 +197,7 @@ class ServerLife(ServerRuns):
 
     def teardown(self) -> None:
         failed = self.failed
+        self.hooks_are_over()
         for optimizer in self.optimizers:
             optimizer.state = held_state(optimizer)  # type: ignore[assignment]
         if self.watch is not None and not failed:
@@ -209,7 +214,7 @@ class ServerLife(ServerRuns):
         finally:
             self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
             self.evaluations = None
-            if failed:
+            if failed or self.world_size == 1:  # one worker meets nobody behind the run
                 self._close_hub()
         ParallelStrategy.teardown(self)
 

@@ -169,7 +169,9 @@ class ZeROStrategy(ZeRODivision):
             self.model = self._layer_sync.apply(self.model)
         clean_state_dicts(self.lightning_module)
         self._engine = None
-        self._control = dist.new_group(backend="gloo")
+        assert self.watch is not None
+        with self.watch.opening():
+            self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()
         if trainer.state.fn == TrainerFn.FITTING and self.activation_checkpointing:
             self._checkpoints = self._checkpoint_blocks()

@@ -50,9 +50,12 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
     options = DeepSpeedOptions(
         strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload, strategy.master_weights
     )
-    engine = DeepSpeedEngine(
-        module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked, strategy._ranks()
-    )
+    assert strategy.watch is not None
+    with strategy.watch.opening():  # of DeepSpeed's own groups, too
+        engine = DeepSpeedEngine(
+            module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked,
+            strategy._ranks(),
+        )  # fmt: skip
     engine.broadcast_buffers = strategy.broadcast_buffers
     return engine
 

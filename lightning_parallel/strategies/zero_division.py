@@ -52,8 +52,10 @@ class ZeRODivision(ZeROSteps):
         size, world, rank = self._size_of_groups(), self.world_size, self.global_rank
         if size == world:
             return Ranks(rank, world)
-        neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+        assert self.watch is not None
+        with self.watch.opening():
+            neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+            counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
         place, replica = rank % size, rank // size
         return Ranks(place, size, neighbours[replica], counterparts[place], world // size, replica)
 
@@ -71,7 +73,9 @@ class ZeRODivision(ZeROSteps):
         size = self._size_of_groups()
         if size == self.world_size:
             return self.mesh["data"]
-        return build_mesh(self.root_device.type, {"replicas": self.world_size // size, "shards": size})
+        assert self.watch is not None
+        with self.watch.opening():
+            return build_mesh(self.root_device.type, {"replicas": self.world_size // size, "shards": size})
 
     def _options(self) -> Options:
         offload = torch.device("cpu") if self.offload else None

@@ -86,6 +86,9 @@ class ZeROSteps(ZeROCheckpoints):
         if self._engine is not None:
             self._engine.after_evaluation_step(loop.batch_progress.is_last_batch)
 
+    def prepare_saving(self) -> None:
+        self._free_gathered()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; hooks behind it find parameters divided, as they do behind a training step."""
         with nullcontext() if self._engine is None else self._engine.looking_at_steps():

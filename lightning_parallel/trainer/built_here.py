@@ -3,6 +3,7 @@ when trained weights come back."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +14,16 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-def build_where_weights_go(module: LightningModule, checkpoint_io: Any, path: str) -> None:
-    """Have a module its parameters, so that a file of weights can be loaded into it.
+def build_where_weights_go(module: LightningModule, weights: Mapping[str, Any]) -> None:
+    """Have a module its parameters, so that trained weights can be loaded into it.
 
     Args:
         module: in the process that started the ranks.
-        checkpoint_io: reads the file.
-        path: of the weights.
+        weights: by name.
     """
     if not is_overridden("configure_model", module):
         return
-    names = set(checkpoint_io.load_checkpoint(path))
+    names = set(weights)
     error = ""
     if not names <= set(module.state_dict()):
         try:

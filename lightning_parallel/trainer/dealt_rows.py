@@ -92,6 +92,8 @@ class DealtRows:
         self._loader: DataLoader | None = None
         self._lengths: list[int] = []  # of the parts of this epoch
         self._begun = 0  # parts of epochs before it
+        self.turn = 0  # how often epochs were begun from an earlier one on, as behind a search for a learning rate
+        self._last = -1  # the epoch that was begun last
 
     def take(self, loader: object) -> None:
         """Look after a training loader, if its rows are Lightning's to deal."""
@@ -146,10 +148,12 @@ class DealtRows:
         self._lengths = []
         if not self.are_dealt:
             return
-        part = None if self._line.is_new else self._line.deal(epoch)
+        self.turn += epoch <= self._last
+        part = None if self._line.is_new else self._line.deal(epoch, self.turn)
         while part is None:  # somebody new is let in first
             epoch = self._welcome()
-            part = self._line.deal(epoch)
+            part = self._line.deal(epoch, self.turn)
+        self._last = epoch
         assert self._loader is not None and self._loader.batch_sampler is not None
         sampler = self._loader.batch_sampler.sampler  # type: ignore[attr-defined]
         before = (sampler.sampler.num_replicas, sampler.sampler.rank)

@@ -1,20 +1,22 @@
 """From an exception anywhere in a Trainer run to the failure that all ranks are told of.
 
 The one idea: hooks, callbacks, loaders and `configure_optimizers` need no guard of their own, since whatever they raise
-passes through the launcher, and Lightning still knows there which hook it was in.
+passes through the launcher, and Lightning still knows there which hook it was in. What goes on to Lightning is what
+callbacks hear of in `on_exception`, and what the user's `except` sees.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from lightning_parallel.errors import StageError
+from lightning_parallel.errors import notes_of, raise_told
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 
 if TYPE_CHECKING:
@@ -37,33 +39,78 @@ _CUT_SHORT = (
     " the step, or use a torchmetrics object)"
 )
 
+_TOLD_TO_END = 128 + signal.SIGTERM  # the exit code of a process that ends because of it
+_log = logging.getLogger(__name__)
 
-@contextmanager
-def reported(strategy: Any, trainer: Trainer | None) -> Iterator[None]:
-    """A context in which any exception is reported to all ranks and raised as a `StageError` whose cause it is.
 
-    Before the strategy has a watch (a mistake in the Trainer's arguments) exceptions stay as they are.
+class reported:
+    """A context in which any exception is reported to all ranks; what leaves it is the failure of the run.
+
+    That is the exception itself, or another rank's, which came first. Before the strategy has a watch (a mistake in the
+    Trainer's arguments) exceptions stay as they are.
+
+    Args:
+        strategy: its attribute ``watch`` is told. Its ``guard``, if there is one, is called with the Trainer.
+        trainer: whose run it is.
     """
-    try:
-        yield
-    except _TunerExitException:
-        raise
-    except BaseException as error:
-        told = tell(strategy, trainer, error)
-        if told is None or told is error or not isinstance(error, Exception):
-            raise
-        raise told from told.__cause__
+
+    def __init__(self, strategy: Any, trainer: Trainer | None) -> None:
+        self._strategy, self._trainer = strategy, trainer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, _TunerExitException):
+            return
+        told = tell(self._strategy, self._trainer, error) or error
+        show_notes(told)
+        if self._trainer is not None and hasattr(self._strategy, "guard"):
+            self._strategy.guard(self._trainer)
+        if told is not error and isinstance(error, Exception):
+            raise_told(told, error)
 
 
-def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> StageError | None:
+def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> BaseException | None:
     """Report an exception to all ranks; None where there is no watch to report to."""
+    if isinstance(error, SIGTERMException):
+        end_in_failure(error)
     watch = getattr(strategy, "watch", None)
-    return None if watch is None else watch.report(error, where_of(trainer, error))
+    if watch is None:
+        return None
+    last = getattr(watch, "last_batch", None) if isinstance(error, SIGTERMException) else None
+    asked_by = None if last is None else last.asked_by
+    if asked_by is None:
+        return watch.report(error, where_of(trainer, error))
+    told = watch.report(error, headline=f"rank {asked_by} was told to end (SIGTERM), and all ranks with it")
+    if watch.rank in (0, asked_by):
+        _log.warning(notes_of(told)[-1] if notes_of(told) else str(told))
+    return told
+
+
+def end_in_failure(error: SIGTERMException) -> None:
+    """Have a process that was told to end do so with the exit code that says so; Lightning's exception has none."""
+    if not error.code:
+        error.args, error.code = (_TOLD_TO_END,), _TOLD_TO_END
 
 
 def report_exception(strategy: Any, error: BaseException) -> None:
     """What a strategy does in `on_exception`; also in a parent of forked ranks, where the module has no Trainer."""
-    tell(strategy, getattr(strategy._lightning_module, "_trainer", None), error)
+    tell(strategy, trainer_of(strategy), error)
+
+
+def trainer_of(strategy: Any) -> Trainer | None:
+    """The Trainer of a strategy's module; None in a process that started the ranks and is none, and before `fit`."""
+    trainer: Trainer | None = getattr(getattr(strategy, "_lightning_module", None), "_trainer", None)
+    return trainer
+
+
+def show_notes(error: BaseException) -> None:
+    """On Python 3.10, whose tracebacks leave them out, log an exception's notes."""
+    if sys.version_info < (3, 11) and notes_of(error):
+        _log.error("\n".join(notes_of(error)))
 
 
 def where_of(trainer: Trainer | None, error: BaseException) -> str:

@@ -47,6 +47,11 @@ def model_copies(trainer: Trainer, module: LightningModule) -> list[LightningMod
     return list(found.values())
 
 
+def states_of_holders(trainer: Trainer, module: LightningModule) -> dict[str, dict[str, Any]]:
+    """The states of callbacks that hold copies of the model, which all ranks make whole together; all call it."""
+    return {one.state_key: one.state_dict() for one in _callbacks(trainer) if _copies_in(one, module)}
+
+
 def before_evaluations_end(trainer: Trainer, module: LightningModule, do: Callable[[], None]) -> None:
     """Have something done before callbacks that hold copies of the model swap weights back behind an evaluation."""
     for callback in _callbacks(trainer):

@@ -102,9 +102,9 @@ class Hub(HubLines):
             assert self.hosting is not None
             self.say(rank, "answer", getattr(self.hosting, rest[0])(*rest[1:]))
         elif kind == "deal":
-            first = rest[0] not in self.deals.members
-            joins = first and self.meeting.coming
-            self.say(rank, "answer", None if joins else self.deals.begin(rank, rest[0], self.meeting.present))
+            epoch, turn = rest
+            joins = (turn, epoch) not in self.deals.members and self.meeting.coming
+            self.say(rank, "answer", None if joins else self.deals.begin(rank, epoch, self.meeting.present, turn))
         elif kind == "more":
             self.say(rank, "answer", self._more(rank))
         elif kind == "batch":

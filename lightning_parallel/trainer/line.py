@@ -9,7 +9,8 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_parallel.errors import Failure, StageError
@@ -28,11 +29,17 @@ class Line:
         rank: of this worker.
         reports: whether failures go to the hub from here; else the launcher sends them.
         is_new: whether it joins a run that is under way; until it is let in, it meets nobody.
+
+    Attributes:
+        is_alone: whether there is no other worker; the hub then hears of a failure when all is saved that is to be.
     """
+
+    is_alone = False
 
     def __init__(self, connection: AnyConnection, rank: int, reports: bool = False, is_new: bool = False) -> None:
         self.connection, self.rank, self._reports, self.is_new = connection, rank, reports, is_new
         self.failure: Failure | None = None
+        self._told: BaseException | None = None  # what this process raises of it
         self.present: tuple[int, ...] = ()  # who was there when ranks met last
         self._early: list[tuple[str, Any]] = []  # heard before it was waited for
 
@@ -94,9 +101,9 @@ class Line:
         self._say("ask", question, *arguments)
         return self._hear("answer")
 
-    def deal(self, epoch: int) -> Part | None:
+    def deal(self, epoch: int, turn: int = 0) -> Part | None:
         """This worker's share of an epoch; None if new workers are to be let in before it."""
-        self._say("deal", epoch)
+        self._say("deal", epoch, turn)
         part: Part | None = self._hear("answer")
         return part
 
@@ -141,18 +148,20 @@ class Line:
 
     # -- what a watch has ----------------------------------------------------------------------------------------------
 
-    def report(self, error: BaseException, where: str = "") -> StageError:
+    def report(self, error: BaseException, where: str = "") -> BaseException:
         """Make an exception the failure of the run, and return what to raise."""
-        if isinstance(error, StageError):
+        if isinstance(error, StageError) or error is self._told:
             return error
         if self.failure is None:
             text = "".join(traceback.format_exception(error))
             self.failure = Failure(self.rank, None, where, error, text)
-            if self._reports:
-                self._say(False, self.failure.to_bytes())
+            self._told = replace(self.failure, traceback_text="").to_error(self._others(self.rank), is_own=True)
+            if self._reports and not self.is_alone:
+                with suppress(OSError):  # the hub is gone, and the others know why
+                    self.connection.send_bytes(pickle.dumps((False, self.failure.to_bytes())))
         return self._error()
 
-    def cause(self, wait_s: float | None = None) -> StageError | None:
+    def cause(self, wait_s: float | None = None) -> BaseException | None:
         """The failure of the run as an exception, if there is one."""
         return None if self.failure is None else self._error()
 
@@ -168,8 +177,9 @@ class Line:
     def _say(self, *words: Any) -> None:
         try:
             self.connection.send_bytes(pickle.dumps(words))
-        except OSError as error:
-            raise StageError(f"rank {self.rank} lost its line to the launcher of the run ({error})") from error
+        except OSError:
+            while True:  # up to what was said last before it closed: why, as a rule
+                self._early.append(self._read())
 
     def _hear(self, kind: str) -> Any:
         while (heard := next((one for one in self._early if one[0] == kind), None)) is None:
@@ -187,11 +197,12 @@ class Line:
             raise self._error()
         return heard
 
-    def _error(self) -> StageError:
+    def _error(self) -> BaseException:
         assert self.failure is not None
-        if isinstance(self.failure.error, StageError):
-            return self.failure.error
-        return self.failure.to_error([] if self.failure.rank is None else self._others(self.failure.rank))
+        if self._told is None:
+            rank = self.failure.rank
+            self._told = self.failure.to_error([] if rank is None else self._others(rank))
+        return self._told
 
     def _others(self, rank: int) -> list[int]:
         return [other for other in self.present if other != rank]

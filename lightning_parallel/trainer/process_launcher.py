@@ -1,21 +1,20 @@
 """`start_method="fork"` and `"spawn"`: ranks are processes of this one, which waits for them.
 
-The one idea: whatever a rank raises, the parent raises, with the user's own exception as the cause. No rank outlives
-the call, and what rank 0 has (weights, metrics, callbacks' state, what monitors measured) comes back. Left out: several
-hosts.
+The one idea: whatever a rank raises, the parent raises: the user's own exception. No rank outlives the call, and what
+rank 0 has (weights, metrics, callbacks' state, what monitors measured) comes back. Left out: several hosts.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -33,7 +32,7 @@ from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import has_store
 from lightning_parallel.trainer.built_here import build_where_weights_go
 from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
-from lightning_parallel.trainer.failures import reported, tell
+from lightning_parallel.trainer.failures import reported, show_notes, tell, where_of
 from lightning_parallel.trainer.main_port import main_port
 from lightning_parallel.trainer.rank_processes import RankProcesses
 
@@ -55,14 +54,24 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._strategy: Any = strategy
         self._patience_s = patience_s
         self._weights: dict[str, Any] | None = None
+        self._gathered: dict[str, Any] = {}  # states of callbacks
+        self._file: UnnamedFile | None = None  # for the weights
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank and return what rank 0 returned."""
         self._check(trainer)
         states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        with self._port():
-            output = self._run((self, trainer, function, args, kwargs, states))
-        return output if trainer is None else self._take_back(output, trainer)
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        with UnnamedFile() if fits else nullcontext() as self._file:
+            try:
+                with self._port():
+                    output = self._run((self, trainer, function, args, kwargs, states))
+            except BaseException as error:
+                show_notes(error)
+                if trainer is not None and hasattr(self._strategy, "guard"):
+                    self._strategy.guard(trainer, is_rank=False)
+                raise
+            return output if trainer is None else self._take_back(output, trainer)
 
     def _run(self, job: tuple) -> Any:
         children = self._start(job)
@@ -84,11 +93,19 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Whether ranks that this process started have trained, and ended."""
         return self._already_fit
 
-    def keep_weights(self, state_dict: Callable[[], dict[str, Any]]) -> None:
-        """Called by the strategy on every rank before it disconnects: gather the weights that the parent gets back."""
-        weights = state_dict()
+    def keep_weights(
+        self, state_dict: Callable[[], dict[str, Any]], states: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """Called by the strategy on every rank before it disconnects: gather the weights that the parent gets back.
+
+        Args:
+            state_dict: of the model.
+            states: of callbacks, by key, that no rank can tell alone.
+        """
+        weights, gathered = state_dict(), states()
         if self._strategy.global_rank == 0:
             self._weights = move_data_to_device(weights, "cpu")
+            self._gathered = move_data_to_device(gathered, "cpu")
 
     def _check(self, trainer: Trainer | None) -> None:
         if self._start_method == "spawn":
@@ -123,12 +140,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         if self._strategy.local_rank != 0:
             return None
-        path = None
-        if trainer.state.fn == TrainerFn.FITTING:
-            path = os.path.join(tempfile.mkdtemp(prefix="lightning-parallel-"), "weights.ckpt")
-            self._strategy.checkpoint_io.save_checkpoint(self._final_weights(trainer), path)
+        if self._file is not None:
+            torch.save(self._final_weights(trainer), self._file.path)
         best = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+        return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
 
     def _final_weights(self, trainer: Trainer) -> dict[str, Any]:
         if self._weights is not None:
@@ -136,7 +151,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return {name: value for name, value in trainer.lightning_module.state_dict().items() if not value.is_meta}
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        states = move_data_to_device(call._call_callbacks_state_dict(trainer), "cpu")
+        alone = {
+            key: one.state_dict()
+            for one in cast(Any, trainer).callbacks
+            if (key := one.state_key) not in self._gathered
+        }
+        states = move_data_to_device({**{key: state for key, state in alone.items() if state}, **self._gathered}, "cpu")
         progress = {"loop": trainer.fit_loop.state_dict(), "logged": move_data_to_device(trainer.logged_metrics, "cpu")}
         measured = measured_by(trainer)
         return {**super().get_extra_results(trainer), "callbacks": states, "measured": measured, **progress}
@@ -150,17 +170,43 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def _take_back(self, output: _WorkerOutput, trainer: Trainer) -> Any:
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        try:
-            if output.weights_path is not None:
-                build_where_weights_go(trainer.lightning_module, self._strategy.checkpoint_io, str(output.weights_path))
-            self._recover_results_in_main_process(output, trainer)
-        finally:
-            if output.weights_path is not None:
-                shutil.rmtree(os.path.dirname(output.weights_path), ignore_errors=True)
+        if self._file is not None:
+            weights = torch.load(self._file.path, map_location="cpu", weights_only=False, mmap=True)
+            build_where_weights_go(trainer.lightning_module, weights)
+            trainer.lightning_module.load_state_dict(weights, strict=False)  # layers may have been added or removed
+        self._recover_results_in_main_process(output, trainer)
         return output.trainer_results
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_weights": None}
+        return {**super().__getstate__(), "_weights": None, "_gathered": {}}
+
+
+class UnnamedFile:
+    """A file of this process and those that it starts, which is gone with the last of them, whatever ends them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="lightning-parallel-")  # noqa: SIM115
+
+    @property
+    def path(self) -> str:
+        """Its name in this process."""
+        return f"/proc/self/fd/{self._file.fileno()}"
+
+    def __enter__(self) -> UnnamedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __reduce__(self) -> tuple:
+        return _inherited, (reduction.DupFd(self._file.fileno()),)
+
+
+def _inherited(descriptor: Any) -> UnnamedFile:
+    """The same file in a spawned process."""
+    file = UnnamedFile.__new__(UnnamedFile)
+    file._file = os.fdopen(descriptor.detach(), "r+b")
+    return file
 
 
 class _Answer:
@@ -205,12 +251,21 @@ def _rank_main(
 def _fail(
     launcher: ProcessLauncher, trainer: Trainer | None, rank: int, error: BaseException, pipe: Connection
 ) -> NoReturn:
-    """Tell the parent first, since the rest may not come to an end."""
-    shown = error if isinstance(error, Exception) else tell(launcher._strategy, trainer, error) or error
-    text = "".join(traceback.format_exception(error.__cause__ or error))
-    pipe.send_bytes(pickle.dumps((False, Failure(rank, error=shown, traceback_text=text).to_bytes())))
-    with suppress(Exception):
-        launcher._strategy.on_exception(error)
+    """Tell the parent first, since the rest may not come to an end; then do as any rank does whose run has failed."""
+    told = tell(launcher._strategy, trainer, error)
+    failure: Failure | None = None if told is None else launcher._strategy.watch.failure
+    if failure is None:
+        text = "".join(traceback.format_exception(error))
+        failure = Failure(rank, None, where_of(trainer, error), error, text)
+    is_alone = launcher._strategy.world_size == 1  # nobody waits for it, and servers end when they hear of it
+    if not is_alone:
+        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
+    with suppress(BaseException):
+        if trainer is not None:
+            call._interrupt(trainer, error)
+    if is_alone:
+        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
+    with suppress(BaseException):
         if trainer is not None:
             trainer._teardown()
     sys.stdout.flush()

@@ -18,14 +18,15 @@ from typing import Any, NoReturn
 import torch.multiprocessing as mp
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_parallel.errors import Failure, StageError, add_note
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.aborts import is_communication_error
-from lightning_parallel.failure.party import lost
-from lightning_parallel.trainer.failures import exit_hint
+from lightning_parallel.failure.party import ENDED, lost
+from lightning_parallel.trainer.failures import end_in_failure, exit_hint
 
 _LOOK_S = 0.2
 _TERMINATE_S = 1.5
 _SIGTERM_S = 25.0
+LAST_WORDS_S = 15.0
 
 
 class RankProcesses:
@@ -35,7 +36,8 @@ class RankProcesses:
         start_method: "fork" or "spawn".
         count: how many.
         main: what each runs: called with its rank, the job, and the connection on which it sends
-            ``pickle.dumps((True, answer))`` or ``pickle.dumps((False, failure.to_bytes()))``.
+            ``pickle.dumps((True, answer))``, or ``pickle.dumps((False, failure.to_bytes()))`` and after it, before it
+            ends, what it was told to do of a failure, for which it has `LAST_WORDS_S` if it was connected.
         job: further arguments.
     """
 
@@ -47,7 +49,8 @@ class RankProcesses:
         self.processes: list[Any] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, Any] = {}
-        self._errors: list[BaseException] = []  # in the order in which they came
+        self._telling: set[int] = set()  # ranks that have told of a failure
+        self._failures: list[Failure] = []  # in the order in which they came
         self._deadline, self._terminated = float("inf"), False
         self._given_up: set[int] = set()
         try:
@@ -76,10 +79,18 @@ class RankProcesses:
                 if not self._read(pipe, open_pipes.pop(pipe)):
                     self._deadline = min(self._deadline, time.monotonic() + patience_s)
         if self._terminated:
-            raise SIGTERMException
+            raise told_to_end()
         if len(self._answers) < len(self.processes):
+            self.await_ends()
             self._raise()
         return self._answers[0]
+
+    def await_ends(self) -> None:
+        """After a failure: let ranks that have told of it do what `on_exception` wants of them."""
+        ends = {self.processes[rank].sentinel for rank in self._telling}
+        deadline = self._deadline + LAST_WORDS_S
+        while ends and time.monotonic() < deadline:
+            ends -= set(wait(list(ends), timeout=max(0.0, deadline - time.monotonic())))
 
     def _read(self, pipe: Connection, rank: int) -> bool:
         """Whether the rank answered; otherwise why not."""
@@ -91,35 +102,34 @@ class RankProcesses:
         if returned:
             self._answers[rank] = value
         else:
-            self._errors.append(_with_traceback(Failure.from_bytes(value)))
-            self._give_up(getattr(self._errors[-1], "lost_rank", None))
+            self._telling.add(rank)
+            self._failures.append(Failure.from_bytes(value))
+            self._give_up(self._failures[-1])
         return returned
 
-    def _give_up(self, lost_rank: int | None) -> None:
+    def _give_up(self, failure: Failure) -> None:
         """A rank that the others have lost is not waited for."""
-        if lost_rank is not None and self.processes[lost_rank].is_alive():
-            self._given_up.add(lost_rank)
-            self.processes[lost_rank].kill()
+        if failure.error is None and failure.rank is not None and ENDED not in failure.headline:
+            self._given_up.add(failure.rank)
+            self.processes[failure.rank].kill()
 
     def _raise(self) -> NoReturn:
         """The exception that the run ends with: the first that is not the echo of another."""
         codes = {rank: child.exitcode for rank, child in enumerate(self.processes) if rank not in self._given_up}
         dead = {rank: hint for rank, code in codes.items() if (hint := _killed(code))}
-        errors = sorted(self._errors, key=is_communication_error)
-        error = errors[0] if errors else None
-        if isinstance(error, StageError) and (lost_rank := error.lost_rank) in dead:
-            self._raise_lost(lost_rank, error.stage, dead[lost_rank])
-        if dead and (error is None or is_communication_error(error)):
+        failure = min(self._failures, key=_is_echo, default=None)
+        if failure is not None and failure.error is None and failure.rank in dead:
+            self._raise_lost(failure.rank, failure.stage, dead[failure.rank])
+        if dead and (failure is None or _is_echo(failure)):
             rank = min(dead)
             self._raise_lost(rank, None, dead[rank])
-        if error is None:
+        if failure is None:
             rank, code = next((rank, code) for rank, code in codes.items() if rank not in self._answers)
             self._raise_lost(rank, None, exit_hint(code) or "it did not end by itself")
-        raise error
+        raise_of(failure, len(self.processes))
 
     def _raise_lost(self, rank: int, stage: int | None, hint: str) -> NoReturn:
-        others = [other for other in range(len(self.processes)) if other != rank]
-        raise lost(rank, stage, f"its process ended ({hint})").to_error(others)
+        raise_of(lost(rank, stage, f"{ENDED} ({hint})"), len(self.processes))
 
     @contextmanager
     def forwarded_sigterm(self) -> Iterator[None]:
@@ -164,14 +174,22 @@ class RankProcesses:
             pipe.close()
 
 
-def _with_traceback(failure: Failure) -> BaseException:
-    """The exception as it came, with the traceback that it had in its own process."""
-    error = failure.error
-    assert error is not None
-    origin = error.__cause__ or error
-    if not getattr(origin, "__notes__", None):  # a StageError of another rank than this one has it already
-        add_note(origin, f"on rank {failure.rank}:\n{failure.traceback_text.rstrip()}")
+def raise_of(failure: Failure, world_size: int) -> NoReturn:
+    """Raise a failure of ranks in the process that started them."""
+    ranks = range(world_size) if failure.rank is not None else ()
+    error = failure.to_error([rank for rank in ranks if rank != failure.rank])
+    raise error from error.__cause__
+
+
+def told_to_end() -> SIGTERMException:
+    """What a process raises that was told to end, by SIGTERM."""
+    error = SIGTERMException()
+    end_in_failure(error)
     return error
+
+
+def _is_echo(failure: Failure) -> bool:
+    return failure.error is not None and is_communication_error(failure.error)
 
 
 def _killed(code: int | None) -> str | None:

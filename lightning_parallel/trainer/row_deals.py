@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 _KEPT = 64  # notes of pushes; fewer are under way
@@ -26,6 +26,7 @@ class Part:
         epoch: which.
         members: ranks among whom it is dealt.
         place: of the worker in ``members`` whose share it is.
+        turn: the how many-th time that epochs of these numbers are gone through, as a search for a learning rate does.
         cuts: (first, part, parts), one after the other: from the batch ``first`` on, every one of ``parts`` workers has
             every so many-th, and ``part`` of them is meant. Parts are of one length: some batches are had twice.
 
@@ -40,6 +41,7 @@ class Part:
     members: tuple[int, ...]
     place: int
     cuts: tuple[tuple[int, int, int], ...] = ()
+    turn: int = field(default=0, repr=False)
 
     def of(self, share: Sequence[Batch]) -> list[Batch]:
         """The batches that are meant, of all of the share's."""
@@ -65,24 +67,26 @@ class Deals:
         >>> deals.note(1, seq=1, part=0, batches=1), deals.note(1, seq=2, part=0, batches=2)
         (None, None)
         >>> deals.lost(1, acknowledged=1, heirs={0, 2})
+        >>> deals.begin(0, 0, {0, 2}, turn=1) == Part(0, (0, 2), 0, turn=1)
+        True
         >>> deals.more(0), deals.more(2) == [Part(0, (0, 1, 2), 1, ((1, 1, 2),))]
         ([Part(epoch=0, members=(0, 1, 2), place=1, cuts=((1, 0, 2),))], True)
     """
 
     def __init__(self) -> None:
-        self.members: dict[int, tuple[int, ...]] = {}  # of every epoch that was begun
+        self.members: dict[tuple[int, int], tuple[int, ...]] = {}  # of every epoch that was begun, by turn and number
         self._given: dict[int, list[Part]] = defaultdict(list)  # not begun yet
         self._begun: dict[int, list[Part]] = defaultdict(list)
         self._notes: dict[int, deque[tuple[int, int, int]]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
-    def begin(self, rank: int, epoch: int, present: Collection[int]) -> Part | None:
+    def begin(self, rank: int, epoch: int, present: Collection[int], turn: int = 0) -> Part | None:
         """A worker begins an epoch: its share. None for one that is not among those who have it."""
-        if epoch not in self.members:
-            self.members[epoch] = members = tuple(sorted(present))
+        if (turn, epoch) not in self.members:
+            self.members[turn, epoch] = members = tuple(sorted(present))
             for place, member in enumerate(members):
-                self._given[member].append(Part(epoch, members, place))
+                self._given[member].append(Part(epoch, members, place, turn=turn))
         for part in self._given[rank]:
-            if part.epoch == epoch and not part.cuts:
+            if (part.turn, part.epoch) == (turn, epoch) and not part.cuts:
                 return self._begin(rank, part)
         return None
 

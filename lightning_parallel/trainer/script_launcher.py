@@ -53,11 +53,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks unless they run already, then call the function on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            os.environ[_PARENT] = str(os.getpid())
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
             port, _family.reserved = main_port(self.cluster_environment)
             os.environ["MASTER_PORT"] = str(port)
-            self._call_children_scripts()
+            os.environ[_PARENT] = str(os.getpid())
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[_PARENT]  # of the children alone
             _family.adopt(self.procs, self._patience_s)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         _family.gather(self._strategy, trainer)
@@ -108,6 +112,8 @@ class _Family:
         self._awaited_for = None
         if self.children:
             watch.lost_hint = self._hint
+            if hasattr(watch, "on_exit"):
+                watch.on_exit(self._kill)
         else:
             _prctl_pr_set_pdeathsig(0)  # the watch tells more gently that rank 0 is gone
 
@@ -117,6 +123,11 @@ class _Family:
         lost_rank = getattr(error, "lost_rank", None)
         if lost_rank is not None and 1 <= lost_rank <= len(self.children):
             self.children[lost_rank - 1].kill()
+
+    def _kill(self) -> None:
+        """Rank 0's process ends without going through its script's end."""
+        for child in self.children:
+            child.kill()
 
     def disperse(self) -> None:
         self._awaited_for = None

@@ -1,57 +1,53 @@
 """SIGTERM without a rendezvous and a device synchronisation before every batch.
 
 The one idea: Lightning broadcasts rank 0's flag over the default group before every training batch and reads it from
-the device. What has to be agreed is one bit on the host, which may arrive some steps late: every n-th batch starts a
-reduction over a host-side group and reads the one started n batches before. So all ranks see a signal in the same step,
-whichever rank got it, and none waits for another. A Lightning that has changed these methods is left alone.
+the device. Here the watch's threads agree on the last batch (``failure/last_batch.py``) once a rank gets the signal;
+until then a batch costs a lock that nobody else holds. A Lightning that has changed these methods is left alone.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_parallel.failure.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _LOOP_METHOD, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
-_LAST_VOTE = timedelta(seconds=2)
+_log = logging.getLogger(__name__)
 
 
 class Restore:
     """Undoes a replacement: call it at teardown, once."""
 
-    def __init__(self, agreement: _Agreement | None = None, undo: tuple[Callable[[], None], ...] = ()) -> None:
-        self._agreement, self._undo = agreement, undo
+    def __init__(self, undo: tuple[Callable[[], None], ...] = ()) -> None:
+        self._undo = undo
 
     def __bool__(self) -> bool:
         """Whether anything was replaced."""
         return bool(self._undo)
 
-    def __call__(self, failed: bool = False) -> None:
-        """Put Lightning's own methods back; without a failure, wait for the last vote before its group is closed."""
+    def __call__(self) -> None:
+        """Put Lightning's own methods back."""
         for undo in self._undo:
             undo()
-        if self._agreement is not None and not failed:
-            self._agreement.close()
-        self._agreement, self._undo = None, ()
+        self._undo = ()
 
 
-def replace_sigterm_broadcast(trainer: Trainer, group: Any, every_n_steps: int = 10) -> Restore:
-    """Have the ranks agree on SIGTERM over a host-side group, every n batches, without waiting for each other.
+def replace_sigterm_broadcast(trainer: Trainer, watch: Watch) -> Restore:
+    """Have the ranks agree on SIGTERM through their watches, without waiting for each other.
 
     Args:
         trainer: before its run registers signal handlers, as in `Strategy.setup_environment` or `Strategy.setup`.
-        group: a gloo group of all ranks that nothing else uses.
-        every_n_steps: a signal ends the run at most 2n batches later.
+        watch: of this rank. A signal to any ends all of them behind the batch that is under way, or one that another
+            rank has begun by then.
 
     Returns:
         What undoes it; false if this version of Lightning is not one that we know.
@@ -59,55 +55,37 @@ def replace_sigterm_broadcast(trainer: Trainer, group: Any, every_n_steps: int =
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if not _is_known(loop, connector):
         return Restore()
-    agreement = _Agreement(trainer, group, every_n_steps)
+    agreement = _Agreement(trainer, watch)
     loop.__dict__[_LOOP_METHOD] = agreement.before_batch
     connector.__dict__[_HANDLER] = agreement.on_signal
-    undo = tuple(_remover(owner.__dict__, name) for owner, name in ((loop, _LOOP_METHOD), (connector, _HANDLER)))
-    return Restore(agreement, undo)
+    return Restore(tuple(_remover(of.__dict__, name) for of, name in ((loop, _LOOP_METHOD), (connector, _HANDLER))))
 
 
 class _Agreement:
-    """One bit a rank, reduced over all of them every n batches."""
+    """Stands in for what Lightning does about SIGTERM."""
 
-    def __init__(self, trainer: Trainer, group: Any, every_n_steps: int) -> None:
-        self._trainer, self._group, self._every = trainer, group, max(1, every_n_steps)
-        self._signalled, self._batches = False, 0
-        self._vote: tuple[Any, torch.Tensor] | None = None
+    def __init__(self, trainer: Trainer, watch: Watch) -> None:
+        self._trainer, self._watch, self._signalled = trainer, watch, False
+        watch.last_batch.on_last = self._end
 
     def before_batch(self) -> None:
         """Stands in for the loop's own method: raises on all ranks before the same batch."""
-        self._batches += 1
-        if self._batches % self._every:
-            return
-        if self._agreed():
-            self._trainer._signal_connector.received_sigterm = True
+        if not self._watch.begin_batch():
+            self._end()
             raise SIGTERMException
-        flag = torch.tensor([float(self._signalled)])
-        self._vote = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
 
     def on_signal(self, signum: int, frame: Any) -> None:
         """Stands in for the handler, which would broadcast in the middle of whatever this rank is doing."""
         if not self._signalled and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signal.Signals(signum))
         self._signalled = True
-        if not self._trainer.training:  # no batch is coming in which to agree
+        self._watch.ask_to_end()
+        if not self._trainer.training:  # no batch is coming behind which to end
             self._trainer._signal_connector.received_sigterm = True
 
-    def close(self) -> None:
-        with suppress(Exception):
-            if self._vote is not None:
-                self._vote[0].wait(_LAST_VOTE)
-        self._vote = None
-
-    def _agreed(self) -> bool:
-        if self._vote is None:
-            return False
-        work, flag = self._vote
-        if not work.is_completed():
-            watch = getattr(self._trainer.strategy, "watch", None)
-            with nullcontext() if watch is None else watch.blocked("the other ranks, to agree on SIGTERM"):
-                work.wait()
-        return bool(flag)
+    def _end(self) -> None:
+        """The last batch has begun: Lightning ends the run behind it."""
+        self._trainer._signal_connector.received_sigterm = True
 
 
 def _is_known(loop: Any, connector: Any) -> bool:

@@ -11,16 +11,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.errors import Failure
 from lightning_parallel.failure.party import lost
 from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.failures import exit_hint
 from lightning_parallel.trainer.hub import Hub
 from lightning_parallel.trainer.line import Line
 from lightning_parallel.trainer.process_launcher import ProcessLauncher, _rank_main
-from lightning_parallel.trainer.rank_processes import _LOOK_S, _TERMINATE_S, RankProcesses, _with_traceback
+from lightning_parallel.trainer.rank_processes import _LOOK_S, _TERMINATE_S, RankProcesses, raise_of, told_to_end
 
 
 class WorkerLauncher(ProcessLauncher):
@@ -70,21 +68,15 @@ class _Workers(RankProcesses):
             if self.hub.failure is not None:
                 self._deadline = min(self._deadline, time.monotonic() + patience_s)
         if self._terminated:
-            raise SIGTERMException
+            raise told_to_end()
         if self.hub.failure is None and self.hub.is_busy:
             rank = min(self.hub.lines.values())
             self.hub.fail(lost(rank, None, "it did not end by itself").to_bytes())
         if self.hub.failure is not None:
-            self._raise_first(Failure.from_bytes(self.hub.failure))
+            self._telling = {rank for rank in range(len(self.processes)) if rank not in self.hub.lines.values()}
+            self.await_ends()
+            raise_of(Failure.from_bytes(self.hub.failure), len(self.processes))
         return self.hub.answers[0]
-
-    def _raise_first(self, failure: Failure) -> None:
-        others = [rank for rank in range(len(self.processes)) if rank != failure.rank]
-        if failure.error is None:
-            raise failure.to_error(others if failure.rank is not None else ())
-        if not isinstance(failure.error, StageError) and failure.where:
-            raise failure.to_error(others)
-        raise _with_traceback(failure)
 
     def _hint(self, rank: int) -> str:
         self.processes[rank].join(_TERMINATE_S)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies import PipelineStrategy
-from tests.harness import free_port, run_ranks
+from tests.harness import free_port, run_ranks, said_by
 
 # Sums over rows are taken micro-batch by micro-batch, in another order than one process takes them: float32 rounding
 # (6e-8) of values around 1, after a few steps.
@@ -186,10 +186,10 @@ def many_on_stages(cases: Sequence[Case], num_stages: int, timeout: float = 50.0
 
 
 def failure_of(case: Case, num_stages: int = 2, whole: bool = False) -> str:
-    """The text of the user's or the library's exception that ends a run, without what is told around it (`whole`)."""
+    """The text of the user's or the library's exception that ends a run, without what its notes say (`whole`)."""
     with pytest.raises(Exception) as caught:
         on_stages(case, num_stages)
-    return str(caught.value if whole else caught.value.__cause__ or caught.value)
+    return said_by(caught.value) if whole else str(caught.value)
 
 
 def assert_parity(

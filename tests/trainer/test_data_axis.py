@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.checkpoint.sharded import consolidate
-from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline import buckets
-from lightning_parallel.strategies import PipelineStrategy
+from lightning_parallel.strategies import HybridStrategy, PipelineStrategy
 from tests.harness import free_port, run_ranks
-from tests.trainer.modules import CLASSES, Classifier, chain, row_dataset
+from tests.trainer.modules import CLASSES, Classifier, chain, row_dataset, row_loader
 from tests.trainer.pipelines import (
     Case,
     Record,
@@ -26,6 +26,7 @@ from tests.trainer.pipelines import (
     assert_same_optimizer,
     fit,
     join_as_torchrun,
+    make_trainer,
     one_process,
 )
 
@@ -295,7 +296,7 @@ def test_sizes_that_do_not_multiply_are_refused():
         join_as_torchrun(rank, 3, port)
         fit(Case(Classifier, lambda: loader(4)), PipelineStrategy(data_parallel_size=2), 3)
 
-    with pytest.raises(StageError, match=r"The mesh data 2 x pipeline 1 has 2 ranks, but 3 processes were started"):
+    with pytest.raises(ValueError, match=r"The mesh data 2 x pipeline 1 has 2 ranks, but 3 processes were started"):
         run_ranks(run, 3, free_port(), group=False, timeout=50.0)
 
 
@@ -328,3 +329,29 @@ def test_the_step_of_every_rank_logs_the_same_mean():
         assert record.extra.keys() == records[0].extra.keys()
         for key, value in record.extra.items():
             torch.testing.assert_close(value, records[0].extra[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PipelineStrategy(data_parallel_size=2, num_microbatches=1, start_method="fork"),
+        pytest.param(
+            lambda: HybridStrategy(data_parallel_size=2, zero_stage=3, start_method="fork"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["copies", "stage 3"],
+)
+def test_averaged_weights_come_back_from_forked_copies(make):
+    """Ranks tell their callback's copy of the model together, while they are still connected."""
+
+    def averaged(strategy: Any, devices: int) -> Classifier:
+        torch.manual_seed(1)
+        module = Classifier()
+        averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+        options = {"max_epochs": 3, "use_distributed_sampler": False, "limit_val_batches": 0}
+        make_trainer(strategy, devices, [averaging], **options).fit(module, row_loader())
+        return module
+
+    ours, theirs = averaged(make(), 2), averaged("auto", 1)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, **CLOSE)

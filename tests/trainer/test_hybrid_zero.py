@@ -193,7 +193,7 @@ def test_copies_with_unequal_numbers_of_batches_are_told():
         case = Case(Classifier, lambda: row_loader((4,) * (3 + rank // 2)), trainer=options)
         fit(case, HybridStrategy(data_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2, **EACH), 4)
 
-    with pytest.raises(StageError, match="have come to the end of their training batches"):
+    with pytest.raises(ValueError, match="have come to the end of their training batches"):
         run_ranks(run, 4, free_port(), group=False, timeout=50.0)
 
 
@@ -209,7 +209,7 @@ class Failing(Classifier):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [TWO, THREE, EACH], ids=["stage 2", "step", "microbatch"])
 def test_a_failure_on_one_copy_ends_those_that_wait_for_its_parts(options: dict[str, Any]):
-    with pytest.raises(StageError, match=r"rank 2\) failed in the forward of micro-batch 0.*the user's own"):
+    with pytest.raises(KeyError, match=r"rank 2\) failed in the forward of micro-batch 0\n"):
         on_mesh((Case(Failing, lambda: loader(4), validate=False), options))
 
 
@@ -220,7 +220,7 @@ def test_copies_with_unequal_micro_batches_are_told():
         case = Case(Averaged, lambda: row_loader((4, 2 - rank)), trainer=options)
         fit(case, HybridStrategy(data_parallel_size=2, num_microbatches=2, **EACH), 2)
 
-    with pytest.raises(StageError, match="batches of 1 to 2 micro-batches in one step"):
+    with pytest.raises(ValueError, match="batches of 1 to 2 micro-batches in one step"):
         run_ranks(run, 2, free_port(), group=False, timeout=50.0)
 
 
@@ -249,7 +249,7 @@ class Apart(Classifier):
 @pytest.mark.slow
 def test_replicas_of_divided_stages_are_compared():
     case = Case(Apart, lambda: loader(4), trainer={"max_epochs": 1}, validate=False)
-    with pytest.raises(StageError, match=r"Parameter `net.0.weight` of stage 0 is no longer the same on all ranks"):
+    with pytest.raises(ValueError, match=r"Parameter `net.0.weight` of stage 0 is no longer the same on all ranks"):
         on_mesh((case, {**THREE, "schedule": "chimera"}))
 
 

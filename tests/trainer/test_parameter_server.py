@@ -3,14 +3,13 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.callbacks import CommunicationMonitor, MemoryMonitor, StalenessMonitor
-from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import ParameterServerStrategy
-from tests.trainer.modules import CLASSES, Classifier, row_loader, rows
+from tests.trainer.modules import CLASSES, Classifier, row_dataset, row_loader, rows
 from tests.trainer.pipelines import LOSS, WEIGHTS, assert_same_optimizer, make_trainer
 from tests.trainer.servers import OPTIMIZERS, OWN_ROWS, RAGGED, Shares, assert_equal, ends, fit, slow, with_optimizer
 
@@ -177,7 +176,7 @@ def test_a_worker_logs_its_memory_under_its_own_rank():
 
 
 def test_collectives_are_not_measured_where_there_are_none():
-    with pytest.raises(StageError, match=r"ParameterServerStrategy talk to servers\. Use StalenessMonitor, which"):
+    with pytest.raises(ValueError, match=r"ParameterServerStrategy talk to servers\. Use StalenessMonitor, which"):
         fit(ParameterServerStrategy(), 2, callbacks=[CommunicationMonitor()])
 
 
@@ -185,3 +184,29 @@ def test_collectives_are_not_measured_where_there_are_none():
 def test_what_a_bound_is_made_of_is_a_number_above_zero(given):
     with pytest.raises(ValueError, match=r"StalenessMonitor\((distance|lipschitz)=.*\) needs a number above 0"):
         StalenessMonitor(**given)
+
+
+class Tuned(Classifier):
+    """Has a learning rate to find, and tells which it trains with."""
+
+    def __init__(self, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def on_train_epoch_start(self) -> None:
+        self.log("found", self.lr)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("num_training", [7, slow(4)])
+def test_a_search_for_a_learning_rate_goes_through_dealt_rows_before_they_are_trained_on(num_training):
+    """Epochs 0 and 1 of the search, or the whole of 0, and both once more; then as if the rate had been known."""
+    options = {"train": row_dataset(32, 4), "use_distributed_sampler": True, "max_epochs": 2}
+    finder = LearningRateFinder(min_lr=1e-3, num_training_steps=num_training, early_stop_threshold=None)
+    trainer, searched = fit(ParameterServerStrategy(), 2, Tuned, callbacks=[finder], **options)
+    found = float(trainer.callback_metrics["found"])
+    assert found != pytest.approx(1e-3)
+    assert trainer.global_step == 8
+    assert_equal(searched, fit(ParameterServerStrategy(), 2, lambda: Tuned(found), **options)[1], **WEIGHTS)

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 
-from lightning_parallel.errors import StageError
 from lightning_parallel.server import Adagrad
 from lightning_parallel.server.filters import Float16, RandomSkip, TopK
 from lightning_parallel.strategies import ParameterServerStrategy, ZeROStrategy
@@ -119,7 +118,7 @@ def test_running_statistics_are_means_over_workers():
 def test_an_unknown_optimizer_is_refused_and_workers_can_run_it():
     make = with_optimizer(lambda module: torch.optim.RMSprop(module.parameters(), 0.01))
     with pytest.raises(
-        StageError, match=r"The servers know SGD, Adagrad, Adam, AdamW, and this is RMSprop\. Let each worker run it"
+        ValueError, match=r"The servers know SGD, Adagrad, Adam, AdamW, and this is RMSprop\. Let each worker run it"
     ):
         fit(ParameterServerStrategy(), 2, make)
     assert_equal(fit(ParameterServerStrategy(update="worker"), 2, make)[1], fit("auto", make=make)[1], **WEIGHTS)
@@ -132,7 +131,7 @@ def test_what_a_scheduler_may_not_change_is_said():
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     with pytest.raises(
-        StageError, match=r"told of learning rates alone. Schedule lr only \(OneCycleLR\(cycle_momentum=False\)\)"
+        ValueError, match=r"told of learning rates alone. Schedule lr only \(OneCycleLR\(cycle_momentum=False\)\)"
     ):
         fit(ParameterServerStrategy(), 2, with_optimizer(cycling))
 
@@ -143,13 +142,13 @@ def test_layers_that_are_frozen_in_the_run_are_refused_where_servers_step():
         def on_train_epoch_start(self):
             self.net[12].requires_grad_(self.current_epoch == 0)
 
-    with pytest.raises(StageError, match="has 14 parameters that train of 16, and at first had 16 of 16"):
+    with pytest.raises(ValueError, match="has 14 parameters that train of 16, and at first had 16 of 16"):
         fit(ParameterServerStrategy(), 2, Freezes)
     assert_equal(fit(ParameterServerStrategy(update="worker"), 2, Freezes)[1], fit("auto", make=Freezes)[1], **WEIGHTS)
 
 
 def test_64_bits_are_refused():
-    with pytest.raises(StageError, match=r"got a parameter of torch.float64, but the servers hold float32"):
+    with pytest.raises(ValueError, match=r"got a parameter of torch.float64, but the servers hold float32"):
         fit(ParameterServerStrategy(), 1, precision="64-true")
 
 

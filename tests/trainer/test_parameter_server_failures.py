@@ -95,15 +95,13 @@ class Fails(Shares):
 
 
 @pytest.mark.parametrize("consistency", [slow("bsp"), "async"])
-def test_an_exception_of_a_worker_ends_all_with_it_as_the_cause(consistency):
+def test_an_exception_of_a_worker_ends_all_and_is_raised(consistency):
     began, others = time.monotonic(), multiprocessing.active_children()
-    with pytest.raises(
-        StageError, match=r"rank 1 failed in training_step \(epoch 0, batch 2\): KeyError: 'no such row'"
-    ) as caught:
+    with pytest.raises(KeyError, match=r"rank 1 failed in training_step \(epoch 0, batch 2\)\n") as caught:
         make_trainer(ParameterServerStrategy(consistency), 2, max_epochs=900, **OWN_ROWS).fit(
             Fails((4, 4)), val_dataloaders=row_loader((5,))
         )
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.args == ("no such row",)
     assert time.monotonic() - began < 30
     assert [child for child in multiprocessing.active_children() if child not in others] == []
 

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.errors import StageError
 from lightning_parallel.ports import ReservedPort
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import Classifier, row_loader, rows
@@ -233,7 +232,7 @@ def test_a_worker_that_stops_by_itself_holds_nobody_up(tmp_path):
 
 def test_new_workers_need_rows_that_are_dealt():
     strategy = ParameterServerStrategy("ssp", restarts=1)
-    with pytest.raises(StageError, match="new workers join where rows are dealt to them"):
+    with pytest.raises(ValueError, match="new workers join where rows are dealt to them"):
         make_trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False).fit(
             Classifier(), row_loader(), row_loader((5,))
         )

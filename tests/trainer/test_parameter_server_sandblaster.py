@@ -10,7 +10,6 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.errors import StageError
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.modules import chain, rows
 from tests.trainer.pipelines import make_trainer
@@ -235,7 +234,7 @@ class Descent(Whole):
     (ClipsItself, {}, "ClipsItself has a configure_gradient_clipping of its own"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(make, options, words):
-    with pytest.raises(StageError, match=words):
+    with pytest.raises(ValueError, match=words):
         run(together(), 2, make, **options)
 
 

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_parallel.failure.watch import Watch
 from lightning_parallel.trainer.sigterm import replace_sigterm_broadcast
-from tests.harness import run_ranks
+from tests.harness import free_port, run_ranks
+from tests.ranks.test_watch import watched
 from tests.trainer.test_launchers import ROOT, script_environment
 from tests.trainer.watched import make_trainer
 
@@ -26,13 +28,15 @@ def agreeing_trainer() -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", [0, 1, 2])
 def test_all_ranks_end_before_the_same_batch(signalled: int):
-    def batches(rank: int) -> tuple[int, bool, float]:
-        trainer = agreeing_trainer()
-        restore = replace_sigterm_broadcast(trainer, dist.group.WORLD, every_n_steps=3)
+    """A batch needs all ranks, as a step does; they may be a batch apart when the signal comes."""
+
+    def batches(rank: int, port: int) -> tuple[int, bool, int | None]:
+        trainer, watch = agreeing_trainer(), watched(rank, 3, port)
+        restore = replace_sigterm_broadcast(trainer, watch)
         loop = trainer.fit_loop.epoch_loop
-        for batch in range(100):
+        for batch in range(10_000):
             if (rank, batch) == (signalled, 4):
                 trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
                 assert not trainer.received_sigterm, "it would end this rank alone"
@@ -40,41 +44,46 @@ def test_all_ranks_end_before_the_same_batch(signalled: int):
                 loop._broadcast_sigterm_tensor()
             except SIGTERMException:
                 break
-        restore(failed=True)
-        return batch, trainer.received_sigterm
-
-    assert run_ranks(batches, 2) == [(8, True), (8, True)]
-
-
-def test_the_device_is_not_read():
-    trainer = agreeing_trainer()
-
-    class NoDevice:
-        launcher = None
-
-        @property
-        def root_device(self) -> torch.device:
-            raise AssertionError("the device is left alone")
-
-    def batches(rank: int) -> bool:
-        trainer._accelerator_connector.strategy = NoDevice()
-        restore = replace_sigterm_broadcast(trainer, dist.group.WORLD, every_n_steps=1)
-        for _ in range(5):
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+            dist.all_reduce(torch.ones(1))
         restore()
-        return True
+        watch.stop()
+        return batch, trainer.received_sigterm, watch.last_batch.asked_by
 
-    assert all(run_ranks(batches, 2))
+    results = run_ranks(batches, 3, free_port(), group=False)
+    assert len({batch for batch, _, _ in results}) == 1
+    assert {known for _, known, _ in results} == {True}
+    assert {rank for _, _, rank in results} == {signalled}
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_a_signal_in_a_batch_ends_all_behind_the_one_that_somebody_has_begun(apart: int):
+    """Rank 0 is in batch 4 when rank 1, in batch 4 or 3, is told."""
+
+    def batches(rank: int, port: int) -> int:
+        watch = watched(rank, 2, port)
+        for _ in range(4 - apart * rank):
+            assert watch.begin_batch()
+        dist.barrier()
+        if rank:
+            watch.ask_to_end()
+        count = 4 - apart * rank
+        while watch.begin_batch():  # rank 0 begins more before it hears of it
+            count += 1
+        watch.stop()
+        return count
+
+    first, second = run_ranks(batches, 2, free_port(), group=False)
+    assert first == second
 
 
 def test_lightnings_methods_come_back():
     trainer = agreeing_trainer()
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     before = loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn
-    restore = replace_sigterm_broadcast(trainer, None)
+    restore = replace_sigterm_broadcast(trainer, Watch(0, 1))
     assert restore
     assert loop._broadcast_sigterm_tensor != before[0]
-    assert not replace_sigterm_broadcast(trainer, None), "replaced already"
+    assert not replace_sigterm_broadcast(trainer, Watch(0, 1)), "replaced already"
     restore()
     restore()
     assert (loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn) == before
@@ -83,13 +92,13 @@ def test_lightnings_methods_come_back():
 def test_a_lightning_that_changed_is_left_alone(monkeypatch):
     trainer = agreeing_trainer()
     monkeypatch.setattr(type(trainer.fit_loop.epoch_loop), "_broadcast_sigterm_tensor", lambda self, more: None)
-    assert not replace_sigterm_broadcast(trainer, None)
+    assert not replace_sigterm_broadcast(trainer, Watch(0, 1))
     assert "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
 def test_outside_training_a_signal_is_known_at_once():
     trainer = agreeing_trainer()
-    replace_sigterm_broadcast(trainer, None)
+    replace_sigterm_broadcast(trainer, Watch(0, 1))
     trainer.validating = True
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     assert trainer.received_sigterm
@@ -156,13 +165,13 @@ def finish(script: subprocess.Popen, ranks: dict[int, int]) -> str:
     ],
 )
 def test_sigterm_ends_all_ranks(start_method: str, signalled: str):
-    script, ranks = start("--sigterm-every", "2", "--start-method", start_method)
+    script, ranks = start("--agrees", "--start-method", start_method)
     os.kill(script.pid if signalled == "script" else ranks[1], signal.SIGTERM)
     errors = finish(script, ranks)
-    if (start_method, signalled) == ("fork", "rank 1"):
-        assert "SIGTERMException" in errors
-    else:
-        assert "Traceback" not in errors
+    assert script.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
+    if signalled == "rank 1":
+        assert "rank 1 was told to end (SIGTERM), and all ranks with it" in errors
 
 
 @pytest.mark.parametrize("start_method", [pytest.param("popen", marks=pytest.mark.slow), "fork"])

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_parallel import StageError
 from tests.trainer.modules import CLASSES, WIDTH, Classifier
 from tests.trainer.zeros import Fit, ddp, on_ranks, zero
 
@@ -129,10 +128,10 @@ class Sparse(Classifier):
     ],
 )
 def test_what_fsdp2_cannot_reduce_is_refused_at_set_up(module, words):
-    with pytest.raises(StageError, match=words):
+    with pytest.raises(ValueError, match=words):
         on_ranks([(Fit(module), zero(3))], 2)
 
 
 def test_a_parameter_that_no_call_gathers_is_refused_with_manual_optimization():
-    with pytest.raises(StageError, match=r"and `scale` belongs to no module of Scaled that is\. Put it into a module"):
+    with pytest.raises(ValueError, match=r"and `scale` belongs to no module of Scaled that is\. Put it into a module"):
         on_ranks([(Fit(Scaled), zero(3))], 2)

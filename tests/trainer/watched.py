@@ -27,9 +27,9 @@ QUICK = Patience(beat_s=0.1, stale_s=3.0, blocked_s=2.0, grace_s=1.0, exit_s=2.0
 class WatchedStrategy(DDPStrategy):
     """DDP with a watch: what a strategy has to do for it, and no more."""
 
-    def __init__(self, start_method: str = "fork", sigterm_every: int = 0) -> None:
+    def __init__(self, start_method: str = "fork", agrees: bool = False) -> None:
         super().__init__(start_method=start_method)  # type: ignore[arg-type]
-        self.start_method, self.sigterm_every = start_method, sigterm_every
+        self.start_method, self.agrees = start_method, agrees
         self.watch: Watch | None = None
         self.restore_sigterm = Restore()
 
@@ -44,12 +44,11 @@ class WatchedStrategy(DDPStrategy):
         with self.watch.opening():
             group_store = dist.PrefixStore("group", store)
             dist.init_process_group("gloo", store=group_store, rank=self.global_rank, world_size=self.world_size)
-            self.host_group = dist.new_group(backend="gloo")
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        if self.sigterm_every:
-            self.restore_sigterm = replace_sigterm_broadcast(trainer, self.host_group, self.sigterm_every)
+        if self.agrees:
+            self.restore_sigterm = replace_sigterm_broadcast(trainer, self.watch)
             assert self.restore_sigterm, "this Lightning is known"
         super().setup(trainer)
 
@@ -63,7 +62,7 @@ class WatchedStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         failed = self.watch is not None and self.watch.failure is not None
-        self.restore_sigterm(failed)
+        self.restore_sigterm()
         keep = getattr(self.launcher, "keep_weights", None)
         if (
             self.watch is not None
@@ -178,7 +177,7 @@ def main() -> None:
     parser.add_argument("--where", default="")
     parser.add_argument("--how", default="raise")
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--sigterm-every", type=int, default=0)
+    parser.add_argument("--agrees", action="store_true")
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
@@ -187,7 +186,7 @@ def main() -> None:
         import a_module_that_is_not_installed  # noqa: F401
     if options.where == "early" and os.environ.get("LOCAL_RANK", "0") == str(options.rank):
         raise SystemExit(0)
-    trainer = make_trainer(WatchedStrategy(options.start_method, options.sigterm_every), max_epochs=options.epochs)
+    trainer = make_trainer(WatchedStrategy(options.start_method, options.agrees), max_epochs=options.epochs)
     trainer.fit(Fails(options.where, options.rank, options.how))
     os.write(1, f"rank {trainer.global_rank} has trained\n".encode())  # in one piece, as both ranks write there
 

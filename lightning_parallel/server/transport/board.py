@@ -31,6 +31,7 @@ from lightning_parallel.server.history import Range
 from lightning_parallel.server.layout import Layout
 from lightning_parallel.server.messages import Rows, View
 from lightning_parallel.server.reading import Shown
+from lightning_parallel.server.transport.shared_files import take_room
 
 LARGEST = 1 << 16  # bytes of a range above which no board shows it
 WORKERS = 128  # that a board has room for
@@ -88,9 +89,14 @@ class Board(NoBoard):
     def __init__(self, folder: Path, owner: str, layout: Layout) -> None:
         self.path, self.places = folder / f"board.{owner}", Places.of(layout)
         file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-        os.ftruncate(file, self.places.size)
-        memory = mmap.mmap(file, self.places.size)
-        os.close(file)
+        try:
+            take_room(file, 0, self.places.size, self.path)
+            memory = mmap.mmap(file, self.places.size)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(file)
         self._words, self._slots = memoryview(memory).cast("q"), dict[int, Tensor]()
         for key, start in self.places.starts.items():
             at, count = start + _SLOT, layout.length(key)

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_parallel.server.transport.shared_files import take_room
+
 ALIGN = 64
 
 
@@ -47,7 +49,7 @@ class Slab:
         self.path, self.size = folder / f"slab.{owner}", size
         self._file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
         self._end = _padded(size, mmap.ALLOCATIONGRANULARITY)
-        os.ftruncate(self._file, size)
+        take_room(self._file, 0, size, self.path)
         self.memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
         self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # number of message -> (start, end) in the ring
         self._lent: dict[int, Tensor] = {}  # number of message -> what it shows of a block
@@ -60,7 +62,7 @@ class Slab:
         place = next((place for place, spare in self._spare if spare == size), None)
         if place is None:
             place, self._end = self._end, self._end + size
-            os.ftruncate(self._file, self._end)
+            take_room(self._file, place, size, self.path)
         else:
             self._spare.remove((place, size))
         memory = mmap.mmap(self._file, size, offset=place)

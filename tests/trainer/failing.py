@@ -1,0 +1,257 @@
+"""Runs that fail in every place, under every strategy: what each process has seen of it, and that nothing is left.
+
+As a script it runs them under ``start_method="popen"``, one behind the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel.strategies import (
+    HybridStrategy,
+    ParameterServerStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from tests.trainer.modules import Classifier, row_loader, rows
+from tests.trainer.pipelines import make_trainer
+from tests.trainer.watched import QUICK
+
+PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "pipeline": lambda **more: PipelineStrategy(num_microbatches=4, patience=QUICK, **more),
+    "zero_1": lambda **more: ZeROStrategy(stage=1, patience=QUICK, **more),
+    "zero_2": lambda **more: ZeROStrategy(stage=2, patience=QUICK, **more),
+    "zero_3": lambda **more: ZeROStrategy(stage=3, patience=QUICK, **more),
+    "hybrid": lambda **more: HybridStrategy(data_parallel_size=2, patience=QUICK, **more),
+    "hybrid_3": lambda **more: HybridStrategy(
+        data_parallel_size=2, zero_stage=3, gather="microbatch", patience=QUICK, **more
+    ),
+    "tensor": lambda **more: TensorParallelStrategy(tensor_plan=PLAN, patience=QUICK, **more),
+    "server": lambda **more: ParameterServerStrategy(**more),
+}
+STAGED = ("pipeline", "hybrid", "hybrid_3", "tensor")  # whose steps are made of micro-batches
+PLACES = (
+    "training_step", "optimizer_step", "on_before_optimizer_step", "on_train_batch_end", "validation_step",
+    "on_fit_start", "configure_optimizers", "on_train_end", "teardown", "collate", "worker", "predict_step",
+)  # fmt: skip
+
+
+class Refused(Exception):
+    """The user's own, which cannot be rebuilt from what it told its base class."""
+
+    def __init__(self, place: str, code: int) -> None:
+        super().__init__(f"{place} had enough")
+        self.place, self.code = place, code
+
+
+class Rows(Dataset):
+    """Two batches; the second cannot be read on one rank, in a loader's worker."""
+
+    def __init__(self, module: Failing) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 12:
+            self.module.maybe("worker")
+        x, y = rows([16])[0]
+        return x[index], y[index]
+
+
+class Failing(Classifier):
+    """Fails on one rank, in one place, in the second batch where there are batches."""
+
+    def __init__(self, place: str = "", rank: int = 1) -> None:
+        super().__init__()
+        self.place, self.rank = place, rank
+
+    def maybe(self, place: str, when: bool = True) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank and when:
+            raise Refused(place, 7)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.maybe("training_step", batch_idx == 1)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        self.maybe("optimizer_step", batch_idx == 1)
+        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.maybe("on_before_optimizer_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.maybe("on_train_batch_end", batch_idx == 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.maybe("validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.maybe("predict_step", batch_idx == 1)
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        self.maybe("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.maybe("on_fit_start")
+
+    def on_train_end(self) -> None:
+        self.maybe("on_train_end")
+
+    def teardown(self, stage: str) -> None:
+        self.maybe("teardown")
+
+    def train_dataloader(self) -> DataLoader:
+        if self.place not in ("collate", "worker"):
+            return row_loader()
+        workers = int(self.place == "worker")
+        return DataLoader(
+            Rows(self),
+            8,
+            collate_fn=self.collate,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        return row_loader((8,))
+
+    predict_dataloader = train_dataloader
+
+    def collate(self, found: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        self.maybe("collate")
+        return [torch.stack(list(part)) for part in zip(*found, strict=True)]
+
+
+class Hears(Callback):
+    """What `on_exception` was called with."""
+
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        self.heard.append(exception)
+
+
+@dataclass
+class Seen:
+    """What one process has seen of a run that failed."""
+
+    strategy: str
+    place: str
+    kind: str
+    text: str
+    notes: list[str]
+    same: bool  # whether `on_exception` was called once, with what was raised
+    seconds: float
+    left: dict[str, Any] = field(default_factory=dict)  # what is there behind the run and was not before
+
+
+def fail(strategy: str, place: str, rank: int, **options: Any) -> Seen:
+    """One run in this process, which has to fail."""
+    hears, before, began = Hears(), _all_there_is(), time.monotonic()
+    module = Failing(place, rank)
+    trainer = make_trainer(STRATEGIES[strategy](**options), 2, [hears], use_distributed_sampler=False)
+    run = trainer.predict if place == "predict_step" else trainer.fit
+    try:
+        run(module)
+    except BaseException as error:
+        seconds, raised = time.monotonic() - began, error
+        notes = list(getattr(error, "__notes__", []))
+        same = hears.heard == [error] and hears.heard[0] is error
+        seen = Seen(strategy, place, type(error).__qualname__, str(error), notes, same, seconds)
+        assert not isinstance(raised, Refused) or (raised.place, raised.code) == (place, 7)
+    else:
+        raise AssertionError(f"{strategy} did not fail in {place}")
+    del trainer, module, hears, run
+    gc.collect()
+    now = _all_there_is()
+    seen.left = {name: now[name] for name in now if now[name] != before[name]}
+    return seen
+
+
+def _all_there_is() -> dict[str, Any]:
+    launched = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"}  # Lightning leaves them to all
+    return {
+        "group": dist.is_initialized(),
+        "children": sorted(child.pid or 0 for child in multiprocessing.active_children()),
+        "environment": sorted((name, value) for name, value in os.environ.items() if name not in launched),
+        "files": sorted(
+            str(path) for path in Path(tempfile.gettempdir()).rglob("*") if not path.is_dir() and not path.is_socket()
+        ),
+    }
+
+
+class Keeps(Callback):
+    """The whole model's weights at the end of training, on global rank 0."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self.state = dict(trainer.strategy.lightning_module_state_dict())
+        if trainer.global_rank:
+            self.state = {"": torch.zeros(())}
+
+
+def train(strategy: str, devices: int = 2, **options: Any) -> dict[str, Tensor]:
+    """A run that does not fail: its weights."""
+    torch.manual_seed(1)
+    module = Failing()
+    made = "auto" if strategy == "auto" else STRATEGIES[strategy](**options)
+    trainer = make_trainer(made, devices, use_distributed_sampler=False)
+    keeps = Keeps()
+    trainer.callbacks.append(keeps)
+    trainer.fit(module)
+    found = keeps.state or module.state_dict()  # of forked ranks it came back
+    return {name: value.detach().clone() for name, value in found.items() if not value.is_meta}
+
+
+def fail_and_train(cases: Sequence[tuple[str, str, int]], **options: Any) -> tuple[list[Seen], dict[str, Any]]:
+    """All cases one behind the other, then a run of each strategy that does not fail; its weights."""
+    warnings.filterwarnings("ignore")
+    seen = [fail(strategy, place, rank, **options) for strategy, place, rank in cases]
+    return seen, {strategy: train(strategy, **options) for strategy in dict.fromkeys(case[0] for case in cases)}
+
+
+def main() -> None:
+    """As a script: what became of all cases goes into a file for each rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--start-method", default="popen")
+    parser.add_argument("--into", type=Path)
+    parser.add_argument("cases", nargs="+")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [(strategy, place, int(rank)) for strategy, place, rank in (case.split("/") for case in options.cases)]
+    found = fail_and_train(cases, start_method=options.start_method)
+    (options.into / os.environ.get("LOCAL_RANK", "0")).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    from tests.trainer import failing  # what is pickled is of that module
+
+    failing.main()

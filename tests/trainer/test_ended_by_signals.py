@@ -1,0 +1,142 @@
+"""Ranks that are stopped, launchers that are killed: all end in time, the right rank is named, nothing is left."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_parallel.errors import StageError
+from lightning_parallel.server.transport import shared_files
+from lightning_parallel.strategies import ParameterServerStrategy
+from tests.trainer.failing import STRATEGIES, Failing
+from tests.trainer.modules import Classifier, row_loader
+from tests.trainer.pipelines import make_trainer
+from tests.trainer.test_launchers import children_of
+from tests.trainer.test_sigterm import has_ended
+
+fork = multiprocessing.get_context("fork")
+
+
+class Stops(Failing):
+    """One rank is stopped in the second batch."""
+
+    def maybe(self, place: str, when: bool = True) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank and when:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("zero_2", 1), *(pytest.param(n, r, marks=pytest.mark.slow) for n in STRATEGIES if n != "server" for r in (0, 1))],
+)
+def test_the_rank_that_is_stopped_is_named_and_ended(strategy: str, rank: int):
+    began = time.monotonic()
+    trainer = make_trainer(STRATEGIES[strategy](start_method="fork"), 2, use_distributed_sampler=False)
+    with pytest.raises(StageError, match=rf"lost rank {rank}( \(stage .\))?: not heard of for "):
+        trainer.fit(Stops("training_step", rank))
+    assert time.monotonic() - began < 20
+    assert not children_of(os.getpid())
+
+
+class Endless(Classifier):
+    """Tells the process of every rank."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__()
+        self.said = said
+
+    def on_train_start(self) -> None:
+        self.said.send(os.getpid())
+
+
+def launches(folder: Path, said: Any, make: Any) -> None:
+    os.setpgrp()
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
+    trainer = make_trainer(make(), 2, max_epochs=100_000, use_distributed_sampler=False, limit_val_batches=0)
+    trainer.fit(Endless(said), row_loader())
+
+
+def wait_for(true: Any, seconds: float = 15.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        fork.Event().wait(0.05)
+    return bool(true())
+
+
+def launched(folder: Path, make: Any) -> tuple[Any, list[int]]:
+    """A process that forks two ranks, which train for ever; and they."""
+    heard, said = fork.Pipe(duplex=False)
+    process = fork.Process(target=launches, args=(folder, said, make))
+    process.start()
+    said.close()
+    ranks = []
+    while len(ranks) < 2:
+        assert heard.poll(30.0), "the ranks do not train"
+        ranks.append(heard.recv())
+    return process, ranks
+
+
+def left_in(folder: Path) -> list[str]:
+    shared = [name for path in folder.iterdir() if os.path.exists(name := f"/dev/shm/{path.name}")]
+    return [str(path) for path in folder.iterdir()] + shared
+
+
+@pytest.mark.parametrize("how", ["launcher", "all"])
+def test_a_launcher_of_servers_that_is_killed_leaves_nothing(how: str, tmp_path, monkeypatch):
+    """If nobody of a run is left who could remove its folders, the next one does."""
+    process, ranks = launched(tmp_path, ParameterServerStrategy)
+    [folder] = tmp_path.glob("server-*")
+    assert os.path.exists(f"/dev/shm/{folder.name}")
+    os.kill(process.pid, signal.SIGKILL) if how == "launcher" else os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    assert all(has_ended(rank, within_s=15.0) for rank in ranks)
+    if how == "all":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert wait_for(lambda: shared_files.sweep() or not folder.exists())
+    assert wait_for(lambda: not folder.exists())
+    assert not os.path.exists(f"/dev/shm/{folder.name}")
+    assert not left_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero_3", "hybrid"))]
+)
+def test_a_launcher_of_ranks_that_is_killed_leaves_nothing(strategy: str, tmp_path):
+    process, ranks = launched(tmp_path, lambda: STRATEGIES[strategy](start_method="fork"))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert all(has_ended(rank, within_s=15.0) for rank in ranks)
+    assert not left_in(tmp_path)
+
+
+def test_folders_of_jobs_that_live_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, lock = shared_files.make_folder()
+    shared_files.sweep()
+    assert folder.exists()
+    os.close(lock)
+    shared_files.sweep()
+    assert not folder.exists()
+
+
+def test_a_full_file_system_is_named(tmp_path, monkeypatch, caplog):
+    """Weights go through sockets then."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    module, plain = Classifier(), Classifier()
+    plain.load_state_dict(module.state_dict())
+    options = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
+    make_trainer(ParameterServerStrategy(), 1, **options).fit(module, row_loader())
+    make_trainer("auto", 1, **options).fit(plain, row_loader())
+    for name, value in plain.state_dict().items():
+        assert value.equal(module.state_dict()[name]), name
+    with pytest.raises(OSError, match=rf"{tmp_path.parent} has no room for 1\.0 MiB of memory shared by processes"):
+        shared_files.take_room(0, 0, 1 << 20, tmp_path / "slab")

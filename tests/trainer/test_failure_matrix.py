@@ -1,0 +1,186 @@
+"""Whatever fails, wherever, under each strategy and start method: the user's own exception, and nothing left behind."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+
+from tests.harness import free_port, run_ranks
+from tests.trainer.failing import (
+    PLACES,
+    STAGED,
+    STRATEGIES,
+    Failing,
+    Hears,
+    Refused,
+    Seen,
+    fail_and_train,
+    train,
+)
+from tests.trainer.pipelines import WEIGHTS, join_as_torchrun, make_trainer
+from tests.trainer.test_environments import join_as_slurm
+from tests.trainer.test_launchers import ROOT, children_of, script_environment
+
+Case = tuple[str, str, int]  # strategy, place, rank
+ONE_OF_EACH: list[Case] = [
+    ("pipeline", "training_step", 1), ("zero_1", "optimizer_step", 0), ("zero_2", "validation_step", 1),
+    ("zero_3", "on_fit_start", 1), ("hybrid", "teardown", 1), ("hybrid_3", "training_step", 0),
+    ("tensor", "collate", 1), ("server", "predict_step", 1),
+]  # fmt: skip
+ALL: list[list[Case]] = [[(strategy, place, rank) for place in PLACES] for strategy in STRATEGIES for rank in (0, 1)]
+NAMES = {"collate": "the data loader", "worker": "the data loader"}
+
+
+def assert_seen(found: Seen, case: Case) -> None:
+    """The class, the text, the note, whom it reached, how long it took, and that nothing is left."""
+    strategy, place, rank = case
+    assert (found.strategy, found.place) == (strategy, place)
+    told = f"{found}\n" + "\n".join(found.notes)
+    assert found.kind == "Refused", told
+    if place != "worker":  # whose text torch puts its traceback into
+        assert found.text == f"{place} had enough", told
+    where = NAMES.get(place, place)
+    if strategy in STAGED and place in ("training_step", "validation_step", "predict_step"):
+        where = "the forward of micro-batch "
+    note = found.notes[-1]
+    assert f"rank {rank}" in note.splitlines()[0], told
+    assert f"failed in {where}" in note, told
+    assert f"(rank {1 - rank} stopped because of it)" in note or strategy == "server", told
+    assert found.same, told
+    assert found.seconds < 30, told
+    assert not found.left, told
+
+
+def assert_all(found: Sequence[tuple[list[Seen], dict[str, Any]]], cases: Sequence[Case]) -> None:
+    """Of every process."""
+    reference = train("auto", 1)
+    for seen, weights in found:
+        for one, case in zip(seen, cases, strict=True):
+            assert_seen(one, case)
+        for strategy, ours in weights.items():
+            if "" not in ours:  # gathered on rank 0 alone
+                for name, value in reference.items():
+                    torch.testing.assert_close(ours[name], value, **WEIGHTS, msg=f"{name} under {strategy}")
+    assert not any("" in weights for weights in found[0][1].values())
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """A folder for temporary files that is empty behind the run."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def by_launcher(join: Any, cases: Sequence[Case], timeout: float = 55.0) -> None:
+    def run(rank: int, port: int) -> Any:
+        join(rank, 2, port)
+        return fail_and_train(cases)
+
+    assert_all(run_ranks(run, 2, free_port(), group=False, timeout=timeout), cases)
+
+
+def by_forks(cases: Sequence[Case], start_method: str = "fork") -> None:
+    assert_all([fail_and_train(cases, start_method=start_method)], cases)
+    assert not children_of(os.getpid())
+
+
+def by_script(folder: Path, cases: Sequence[Case], timeout: float = 120.0) -> None:
+    names = ["/".join(map(str, case)) for case in cases]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.failing", "--into", str(folder), *names],
+        cwd=ROOT, env=script_environment(), capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_all([pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)], cases)
+
+
+def test_ranks_of_torchrun(own_folder):
+    by_launcher(join_as_torchrun, ONE_OF_EACH)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: "-".join(map(str, case)))
+def test_forked_ranks(case: Case, own_folder):
+    by_forks([case])
+
+
+@pytest.mark.timeout(130)
+def test_scripts(tmp_path):
+    by_script(tmp_path, ONE_OF_EACH)
+
+
+@pytest.mark.timeout(130)
+@pytest.mark.parametrize("case", [ONE_OF_EACH[4], *(pytest.param(c, marks=pytest.mark.slow) for c in ONE_OF_EACH[:4])])
+def test_spawned_ranks(case: Case, own_folder):
+    by_forks([case], "spawn")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cases", ALL, ids=lambda cases: f"{cases[0][0]}-{cases[0][2]}")
+@pytest.mark.parametrize("how", ["torchrun", "slurm", "fork", "popen"])
+def test_everywhere(how: str, cases: list[Case], own_folder):
+    if how == "fork":
+        by_forks(cases)
+    elif how == "popen":
+        by_script(own_folder, cases, 280.0)
+    else:
+        by_launcher(join_as_torchrun if how == "torchrun" else join_as_slurm, cases, 280.0)
+
+
+class Late(Callback):
+    """Fails when it hears of a failure."""
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        raise LookupError("late")
+
+
+ALONE = [name for name in STRATEGIES if not name.startswith(("hybrid", "tensor"))]  # that run on one rank
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
+    own = Refused("training_step", 7)
+
+    class Raises(Failing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                raise own
+            return super().training_step(batch, batch_idx)
+
+    options = {"start_method": "popen"} if strategy != "server" else {}
+    hears = Hears()
+    with pytest.raises(Refused) as caught:
+        make_trainer(STRATEGIES[strategy](**options), 1, [hears]).fit(Raises())
+    if strategy == "server":  # its worker is a process of its own
+        assert caught.value.code == 7
+    else:
+        assert caught.value is own
+    assert hears.heard == [caught.value]
+    assert "rank 0" in caught.value.__notes__[-1].splitlines()[0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_callback_that_fails_when_it_hears_of_it_leaves_nothing_either(strategy: str, own_folder):
+    options = {"start_method": "popen"}
+    callbacks = [Late(), Hears()]
+    with pytest.raises(LookupError, match="late") as caught:
+        make_trainer(STRATEGIES[strategy](**options), 1, callbacks).fit(Failing("training_step", 0))
+    assert isinstance(caught.value.__context__, Refused)
+    assert not dist.is_initialized()
+    assert not [name for callback in callbacks for name in vars(callback) if name.startswith("on_")]
+    assert not children_of(os.getpid())
+    reference, ours = train("auto", 1), train(strategy, 1, **options)
+    for name, value in reference.items():
+        torch.testing.assert_close(ours[name], value, **WEIGHTS)
