@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.batch_rows import count_rows
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.replica_check import buffers_unchanged
@@ -42,7 +42,10 @@ class PipelineSteps(PipelineGradients):
     spreader: LogSpreader
     stats: PipelineStats | None
     _batch_norm: DeferredBatchNorm
+    batch_fields: BatchFields
+    compared: set[str]  # kinds of steps of which one was compared with the whole batch
     _loss_checked: bool
+    _memories: dict[tuple[str, int], FieldMemory]
     _loss_scale: LossScale | None
     _metrics: StepMetrics | None
 
@@ -142,12 +145,32 @@ class PipelineSteps(PipelineGradients):
     on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
-        return microbatch.row_sizes(count_rows(batch), self._default_microbatches())
+        """Rows of each micro-batch. A batch that is not cut needs no rows that can be counted."""
+        count = self._default_microbatches()
+        try:
+            return microbatch.row_sizes(self.batch_fields.count_rows(batch), count)
+        except ValueError:
+            if count > 1 and self.num_stages > 1:
+                raise
+            return [1]
 
-    def wants_loss_check(self, step: TrainerStep) -> bool:
-        """Whether this step's loss and logged numbers are compared with those of the whole batch: the first training
-        step's."""
-        return self.check_loss and step.training and not self._loss_checked and len(step.sizes) > 1
+    def memory_of(self, kind: str, args: tuple[Any, ...]) -> FieldMemory:
+        """What is known of the fields of batches of one kind (and of one loader of it)."""
+        loader = next((arg for arg in args[1:2] if isinstance(arg, int)), 0)
+        return self._memories.setdefault((kind, loader), FieldMemory(self.batch_fields))
+
+    def wants_comparison(self, step: TrainerStep) -> bool:
+        """Whether this step's stages are compared on micro-batches and on the whole batch: the first of its kind, and
+        where fields of the batch go whole to every micro-batch that were others before.
+
+        Raises:
+            ValueError: it cannot be told what a field is.
+        """
+        if not self.check_loss or len(step.sizes) == 1:
+            return False
+        first = step.kind not in self.compared
+        new = step.memory.look(step.batch, step.cutting, sum(step.sizes))
+        return first or (new and self.windows is None)
 
     def marks(self, schedule: Schedule, training: bool) -> Marks:
         """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""
