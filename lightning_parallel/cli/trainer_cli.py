@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import callbacks, demo, strategies
 from lightning_parallel.cli.warnings import ignore_third_party_warnings
+from lightning_parallel.server import filters
 from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.updates import Update
@@ -206,7 +207,7 @@ def _classes(module: Any) -> dict[str, type]:
 
 def _arguments() -> dict[str, list[str]]:
     """What each of our classes takes, by short name."""
-    classes = {**strategy_classes(), **_classes(callbacks), **_classes(demo)}
+    classes = {**strategy_classes(), **_classes(callbacks), **_classes(demo), **_classes(filters)}
     return {name: _takes(kind) for name, kind in classes.items()}
 
 

@@ -40,7 +40,7 @@ def count_rows(batch: Any) -> int:
     raise ValueError(
         f"The pipeline got a batch of type {type(batch).__name__} without a tensor that has a first dimension, and"
         " cannot count its rows. Give the batch at least one tensor with one entry a row, in a tuple, list, mapping or"
-        " dataclass: other objects are not looked into."
+        " dataclass (other objects are not looked into), or use num_microbatches=1, which cuts nothing."
     )
 
 

@@ -211,6 +211,35 @@ class StageCheck:
         outputs = {place: x.detach() for place, x in (run.outputs or {}).items() if isinstance(x, Tensor)}
         return run, Looked(handed, outputs, self.judge.look(result) if run.is_last else None)
 
+    def explained(self, run: StageRun, step: Step, number: int, fields: Fields) -> str:
+        """What is said of a field of the batch without which a micro-batch's run of a stage would not fail; "".
+
+        Args:
+            run: the run that has failed.
+            step: its step.
+            number: of the micro-batch.
+            fields: the batch's.
+        """
+        if self.cut.windows is not None:
+            return ""  # copies would not meet
+        inputs = {place: value.detach().clone() for place, value in run.inputs.items()}
+        handed, seat = Handed({}, run.known, inputs=inputs), next(s for s in self.seats if s.stage == run.stage)
+        with torch.no_grad(), untouched(self.cut.model), self.rounds.without_graphs():
+            self.cut.model.eval()
+            if self._runs(seat, step, handed):
+                return ""  # it fails at times
+            for name, change in fields.trials():
+                if change != "empty" and self._runs(seat, fields.change(name, change)[0][number], handed):
+                    return fields.words(name, change)
+        return ""
+
+    def _runs(self, seat: Seat, step: Step, handed: Handed) -> bool:
+        try:
+            self._look(seat, step, handed)
+        except Exception:
+            return False
+        return True
+
     # -- what differs --------------------------------------------------------------------------------------------------
 
     def _finding(
@@ -285,7 +314,8 @@ class StageCheck:
                 if equal is False or (strictly and equal is None):
                     return (
                         f"{self._what(seat, looked, sizes)} Rows of a batch do not stay apart there. Use"
-                        " num_microbatches=1, or modules that treat every row by itself; check_loss=False skips this comparison."
+                        " num_microbatches=1, or modules that treat every row by itself; check_loss=False skips this"
+                        " comparison."
                     )
         return ""
 

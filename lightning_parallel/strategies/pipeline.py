@@ -35,9 +35,11 @@ from lightning_parallel.strategies.pipeline_arguments import LossWeight, refuse_
 from lightning_parallel.strategies.pipeline_building import PipelineBuilding
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
+from lightning_parallel.trainer.late_restore import LateRestore
 from lightning_parallel.trainer.log_spreader import LogSpreader
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
+from lightning_parallel.trainer.prediction_writers import hold_writers, let_writers_go
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 
@@ -143,6 +145,7 @@ class PipelineStrategy(PipelineBuilding):
         self._metrics: StepMetrics | None = None
         self._loss_scale: LossScale | None = None
         self.stats: PipelineStats | None = None
+        self._restore: LateRestore | None = None
 
     def axes(self) -> Mapping[str, int]:
         if self.data_parallel_size == 1:
@@ -157,9 +160,10 @@ class PipelineStrategy(PipelineBuilding):
         with without_memory() if self.num_ranks > 1 else nullcontext():
             yield
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        self._restore = LateRestore(self.lightning_module.trainer)
+        super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -183,6 +187,8 @@ class PipelineStrategy(PipelineBuilding):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         if self.lightning_module.example_input_array is not None:
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
+        hold_writers(trainer, self.at_loss)
+        self._restore()
 
     def _prepare_steps(self, module: LightningModule) -> None:
         """What goes along with the steps of the pipeline, which is assembled."""
@@ -232,6 +238,10 @@ class PipelineStrategy(PipelineBuilding):
         for replaced in ("clip_grad_by_norm", "forward_context"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
+        if self._restore is not None:
+            self._restore.end()
+        if self.lightning_module is not None:
+            let_writers_go(self.lightning_module.trainer)
         if self._loss_scale is not None:
             self._loss_scale.release()
         if self._metrics is not None:

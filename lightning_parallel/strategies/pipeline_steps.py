@@ -6,15 +6,17 @@ compared between ranks now and then is compared around it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory
+from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory, named_leaves
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
@@ -64,11 +66,30 @@ class PipelineSteps(PipelineGradients):
 
     def _train(self, batch: Any, args: tuple[Any, ...]) -> Any:
         sizes = self._sizes(batch)
+        self._warn_of_sizes(batch, sizes)
         keep = not self._will_be_zeroed()
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
         return output
+
+    def _warn_of_sizes(self, batch: Any, sizes: list[int]) -> None:
+        """Once, before the first batch: what follows from how it is cut, and names of fields that it has not."""
+        if self._loss_checked or self.global_rank != 0:
+            return
+        if self.num_microbatches is not None and len(sizes) < self.num_microbatches:
+            rank_zero_info(
+                f"{type(self).__name__}(num_microbatches={self.num_microbatches}) got a first batch of {sum(sizes)}"
+                f" rows and runs it as {len(sizes)} micro-batches. Use larger batches for the schedule's full bubble."
+            )
+        if norms := self._batch_norm.says(sizes):
+            warnings.warn(norms, stacklevel=2)
+        if unknown := self.batch_fields.unknown(batch):
+            names = sorted({".".join(name) for name, _ in named_leaves(batch)})
+            warnings.warn(
+                f"batch_fields names {unknown}, which the first training batch does not have; its fields are {names}.",
+                stacklevel=2,
+            )
 
     def _replicas_compared(self) -> AbstractContextManager[None]:
         """At batches 0, 1, 2, 4, 8, ...: are replicas still equal, and does a step leave buffers to its end?"""

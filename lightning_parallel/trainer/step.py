@@ -19,6 +19,7 @@ from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.batch_fields import Cutting, Name, named_leaves
 from lightning_parallel.pipeline.batch_rows import map_named
 from lightning_parallel.pipeline.loss_check import LossCheck, Told
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.stage_check import Change, Fields, Rounding, StageCheck
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.batch_numbers import batch_index, batch_number
@@ -65,6 +66,7 @@ class TrainerStep:
         self.calls: list[LogCall] = []
         self._work: StepWork | None = None
         self._carried: CarriedState | None = None
+        self._explaining = False
 
     def work(self) -> StepWork:
         """What the engine is asked to do."""
@@ -211,9 +213,40 @@ class TrainerStep:
             cut_short = self.ends and run is not None and not run.is_last
             carried = self._carried.watching(self.sizes[number]) if self._carried is not None else nullcontext()
             with self._precision(), self.metrics.untouched() if cut_short else nullcontext(), carried:
-                return method(part, *self.args)
+                try:
+                    return method(part, *self.args)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    if len(self.sizes) > 1 and not isinstance(error, PhantomError):
+                        self._explain(error, number)
+                    raise
 
         return step
+
+    def _explain(self, error: Exception, number: int) -> None:
+        """Raise what is wrong with the way in which the batch was cut, if an error comes from that.
+
+        Raises:
+            ValueError: a norm sees one row, or a field of the batch was cut that is none of rows.
+        """
+        rows, run = self.sizes[number], self.strategy.pipeline.cut.active
+        if "Expected more than 1 value per channel when training" in str(error):
+            most = max(1, sum(self.sizes) // 2)
+            raise ValueError(
+                f"{error}: micro-batch {number} has {rows} of the batch's {sum(self.sizes)} rows, and a batch norm"
+                f" needs 2. Use num_microbatches={most} or fewer (a batch of 2 rows for each), num_microbatches=1 for"
+                " statistics of the whole batch, or norms of single rows (GroupNorm, LayerNorm)."
+            ) from error
+        if run is None or self._explaining or self.kind in self.strategy.compared or not self.strategy.check_loss:
+            return
+        self._explaining = True
+        try:
+            check, fields = self._stage_check(CheckedLog(self.module, run.cut)), self._fields()
+            with self.metrics.untouched(), self.strategy.pipeline.streams.step():
+                said = check.explained(run, self._step_on(self.parts[number], number), number, fields)
+        finally:
+            self._explaining = False
+        if said:
+            raise ValueError(f"{type(error).__name__} in micro-batch {number}: {error}. {said}") from error
 
     def _seed(self, share: float | Tensor) -> Tensor:
         """What the backward of a micro-batch begins with."""
@@ -233,17 +266,7 @@ class TrainerStep:
     def _compare(self, work: StepWork) -> None:
         """Compare all stages on the micro-batches with all stages on the whole batch."""
         pipeline, log = self.strategy.pipeline, CheckedLog(self.module, self.strategy.pipeline.cut)
-        device = self.strategy.root_device
-        with self._precision():
-            rounding = Rounding.of(self.module, device, torch.is_autocast_enabled(device.type))
-
-        def look(result: Any) -> Told:
-            loss = loss_of(result).detach().double() if self.training else None
-            return Told(loss, log.taken(), result if self.kind == "predict" else None)
-
-        judge = LossCheck(rounding, self.sizes, self.weights, look)
-        seats = [seat for (replica, _), seat in pipeline.engine.seats.items() if not replica]
-        check = StageCheck(pipeline.rounds, seats, pipeline.all_gather, judge, rounding)
+        check = self._stage_check(log)
         with log.recording(), self.metrics.untouched(), pipeline.streams.step():
             compared = check.compare(work, self._step_on(self.batch, 0), self.sizes, self._fields())
         if not compared and self.at_loss:
@@ -253,6 +276,19 @@ class TrainerStep:
                 " treated by itself, or let a smaller batch come first.",
                 stacklevel=2,
             )
+
+    def _stage_check(self, log: CheckedLog) -> StageCheck:
+        pipeline, device = self.strategy.pipeline, self.strategy.root_device
+        with self._precision():
+            rounding = Rounding.of(self.module, device, torch.is_autocast_enabled(device.type))
+
+        def look(result: Any) -> Told:
+            loss = loss_of(result).detach().double() if self.training else None
+            return Told(loss, log.taken(), result if self.kind == "predict" else None)
+
+        judge = LossCheck(rounding, self.sizes, self.weights, look)
+        seats = [seat for (replica, _), seat in pipeline.engine.seats.items() if not replica]
+        return StageCheck(pipeline.rounds, seats, pipeline.all_gather, judge, rounding)
 
     def _fields(self) -> Fields:
         fields = self.memory.fields

@@ -151,7 +151,7 @@ def refuse_missing() -> None:
         ModuleNotFoundError: it is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ModuleNotFoundError("deepspeed is not installed: pip install lightning-parallel[deepspeed]")
+        raise ModuleNotFoundError("deepspeed is not installed: pip install deepspeed")
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:

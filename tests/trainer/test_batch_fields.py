@@ -255,9 +255,9 @@ class Centred(Net):
     [(Ranked, "What the step returns for the whole batch"), (Centred, "Rows of a batch do not stay apart there")],
 )
 def test_predictions_that_rows_share_are_refused(make, words):
-    from tests.trainer.pipelines import join_as_torchrun, make_trainer
-    from tests.harness import free_port, rank_outcomes
     from lightning_parallel import PipelineStrategy
+    from tests.harness import free_port, rank_outcomes
+    from tests.trainer.pipelines import join_as_torchrun, make_trainer
 
     def run(rank: int, port: int) -> None:
         join_as_torchrun(rank, 2, port)

@@ -1,0 +1,335 @@
+"""What needs no cut is not asked to be cut, and what Lightning's own users do with one stage, or outside of a run."""
+
+import copy
+import io
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter, Timer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader
+
+from lightning_parallel import HybridStrategy, PipelineStrategy, TensorParallelStrategy, ZeROStrategy
+from tests.harness import free_port, run_ranks
+from tests.trainer.modules import Classifier, chain, row_loader, rows
+from tests.trainer.pipelines import Case, assert_parity, failure_of, join_as_torchrun, make_trainer
+
+
+class Graph:
+    """A batch of no kind that can be cut."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class OnObjects(Classifier):
+    """Batches are objects, numbers or nothing at all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch.x if isinstance(batch, Graph) else torch.full((2, 6), float(batch or 0))
+        return self.net(x).pow(2).mean()
+
+    validation_step = test_step = training_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch.x)
+
+
+def objects() -> DataLoader:
+    return DataLoader([Graph(x) for x, _ in rows()], batch_size=None)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: PipelineStrategy(num_microbatches=1), lambda: PipelineStrategy(num_microbatches=4), HybridStrategy,
+        TensorParallelStrategy,
+    ],
+    ids=["one micro-batch", "one stage", "hybrid", "tensor"],
+)  # fmt: skip
+def test_batches_that_are_not_cut_may_be_anything(strategy):
+    torch.manual_seed(0)
+    module = OnObjects()
+    plain = copy.deepcopy(module)
+    trainer = make_trainer(strategy(), 1)
+    trainer.fit(module, objects(), objects())
+    trainer.test(module, DataLoader([1, 2.0], batch_size=None), verbose=False)
+    assert len(trainer.predict(module, objects())) == 3
+    make_trainer("auto", 1).fit(plain, objects(), objects())
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+
+
+def test_two_stages_run_objects_uncut():
+    assert_parity(Case(OnObjects, objects, {"num_microbatches": 1}, validate=False), stages=(2,))
+
+
+def test_two_stages_that_would_cut_objects_say_what_to_do():
+    text = failure_of(Case(OnObjects, objects, {"num_microbatches": 2}, validate=False))
+    assert "cannot count its rows" in text and "num_microbatches=1" in text
+
+
+class Iterates(Classifier):
+    def validation_step(self, dataloader_iter: Any) -> None:
+        next(dataloader_iter)
+
+
+def test_a_validation_step_that_takes_an_iterator_is_refused_in_words():
+    trainer = make_trainer(PipelineStrategy(num_microbatches=1), 1)
+    with pytest.raises(
+        ValueError, match=r"cannot run validation_step\(dataloader_iter\)\. Write validation_step\(self"
+    ):
+        trainer.validate(Iterates(), row_loader())
+
+
+class Bare(LightningModule):
+    """Parameters of its own, and no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (batch[0] @ self.weight).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ListOfParameters(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weight
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(6))])
+
+    @property
+    def weight(self) -> Tensor:
+        return self.weights[0]
+
+
+class Functional(Bare):
+    """Nothing to train but a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.act(batch[0] * self.weight).mean()
+
+
+@pytest.mark.parametrize("make", [Bare, ListOfParameters, Functional])
+def test_one_stage_needs_no_blocks(make):
+    module, plain = make(), make()
+    make_trainer(PipelineStrategy(num_microbatches=2), 1).fit(module, row_loader())
+    make_trainer("auto", 1).fit(plain, row_loader())
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "strategy", [lambda: PipelineStrategy(num_microbatches=1), HybridStrategy, lambda: ZeROStrategy(stage=2)]
+)
+def test_collectives_outside_of_a_run_give_the_value_back(strategy):
+    trainer, module = make_trainer(strategy(), 1), Classifier()
+    for _ in range(2):  # before the run, and after it
+        assert trainer.strategy.reduce(torch.tensor(3.0)) == 3 and trainer.strategy.reduce(2.5) == 2.5
+        assert torch.equal(trainer.strategy.all_gather(torch.ones(2)), torch.ones(2))
+        assert trainer.strategy.broadcast("x") == "x" and trainer.strategy.reduce_boolean_decision(True)
+        trainer.fit(module, row_loader())
+    assert torch.equal(module.all_gather(torch.ones(2)), torch.ones(2))
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), *chain(3, width=8)))
+
+
+def test_a_batch_norm_that_sees_one_row_says_how_many_micro_batches_help():
+    words = r"micro-batch 0 has 1 of the batch's 8 rows, and a batch norm needs 2\. Use num_microbatches=4 or fewer"
+    with pytest.raises(ValueError, match=words):
+        make_trainer(PipelineStrategy(num_microbatches=8), 1).fit(Normed(), row_loader())
+    make_trainer(PipelineStrategy(num_microbatches=4), 1).fit(Normed(), row_loader())
+
+
+@pytest.mark.filterwarnings("default:Batch norms:UserWarning")
+def test_batch_norms_are_warned_of_with_numbers_and_one_micro_batch_is_one_process():
+    words = r"Batch norms \(`net.1`\) normalise within a micro-batch of 2 rows, where one process has 8: .*"
+    with pytest.warns(UserWarning, match=words + r"use num_microbatches=1") as caught:
+        make_trainer(PipelineStrategy(num_microbatches=4), 1).fit(Normed(), row_loader())
+    assert sum("normalise within" in str(of.message) for of in caught) == 1
+    assert_parity(Case(Normed, row_loader, {"num_microbatches": 1}), stages=(2,))
+
+
+class Recurrent(LightningModule):
+    """Packs and pads in the step."""
+
+    kind = nn.GRU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = self.kind(6, 6, batch_first=True)
+        self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, lengths, y = batch
+        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        h, _ = pad_packed_sequence(packed, batch_first=True)
+        return F.cross_entropy(self.blocks(h.sum(1)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Lstm(Recurrent):
+    kind = nn.LSTM
+
+
+class Twice(Recurrent):
+    """A second recurrent layer takes the packed sequence of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.GRU(6, 6, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, lengths, y = batch
+        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        packed, _ = self.again(packed)
+        return F.cross_entropy(self.blocks(pad_packed_sequence(packed, batch_first=True)[0].sum(1)), y)
+
+
+def sequences() -> DataLoader:
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 3, 4, 2, 5, 3, 4, 2])
+    return DataLoader(
+        [(torch.randn(8, 5, 6, generator=g), lengths, torch.randint(3, (8,), generator=g)) for _ in range(3)],
+        batch_size=None,
+    )
+
+
+@pytest.mark.parametrize("make", [Recurrent, Lstm, Twice])
+def test_packed_sequences_that_units_return(make):
+    blocks = ["blocks.0", "blocks.2"]
+    strategy = {"blocks": blocks, "stages": {"again": 0} if make is Twice else None}
+    assert_parity(Case(make, sequences, {**strategy, "num_microbatches": 1}, validate=False), stages=(2,))
+    assert_parity(Case(make, sequences, {**strategy, "num_microbatches": 2}, validate=False), stages=(2,))
+
+
+class Saves(BasePredictionWriter):
+    """As in Lightning's documentation."""
+
+    def __init__(self, interval: Any = "batch_and_epoch") -> None:
+        super().__init__(interval)
+        self.rows: list[int] = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.rows += [*prediction.argmax(-1).tolist()]
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.rows += [row for prediction in predictions for row in prediction.argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_an_ordinary_writer_writes_every_row_once(interval):
+    def predict(strategy: Any, devices: int) -> list[int]:
+        torch.manual_seed(0)
+        writer = Saves(interval)
+        trainer = make_trainer(strategy, devices, [writer])
+        trainer.predict(Classifier(), [x for x, _ in rows()], return_predictions=interval != "batch")
+        assert vars(writer).keys() == {"interval", "rows"}
+        return writer.rows
+
+    def run(rank: int, port: int) -> list[int]:
+        join_as_torchrun(rank, 2, port)
+        return predict(PipelineStrategy(num_microbatches=2), 2)
+
+    Classifier.predict_step = lambda self, batch, batch_idx: self(batch)  # type: ignore[attr-defined]
+    try:
+        assert run_ranks(run, 2, free_port(), group=False) == [predict("auto", 1), []]
+    finally:
+        del Classifier.predict_step  # type: ignore[attr-defined]
+
+
+class Odd:
+    """Nothing that weights_only=True would read."""
+
+
+class SavesAnObject(Classifier):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["odd"] = Odd()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["odd"]
+
+
+class AtStart(Callback):
+    """Looks at what was restored, where Lightning's own callbacks do."""
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, -1
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def on_fit_start(self, *args: Any) -> None:
+        self.seen = self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("strategy", [lambda: PipelineStrategy(num_microbatches=1), HybridStrategy])
+def test_weights_only_is_heeded_and_callbacks_are_restored_before_fit_starts(tmp_path, strategy):
+    trainer = make_trainer(strategy(), 1, [AtStart()], max_steps=2)
+    trainer.fit(SavesAnObject(), row_loader())
+    trainer.save_checkpoint(path := tmp_path / "a.ckpt")
+    module, callback = SavesAnObject(), AtStart()
+    again = make_trainer(strategy(), 1, [callback], max_steps=3)
+    again.fit(module, row_loader(), ckpt_path=path, weights_only=False)
+    assert isinstance(module.loaded, Odd) and (callback.seen, callback.count) == (2, 3)
+    with pytest.raises(Exception, match="weights_only"):
+        make_trainer(strategy(), 1, max_steps=4).fit(SavesAnObject(), row_loader(), ckpt_path=path, weights_only=True)
+
+
+def test_a_spent_timer_trains_no_further_step(tmp_path):
+    def resumed(strategy: Any) -> int:
+        trainer = make_trainer(strategy, 1, [Timer(timedelta(hours=1))], max_steps=2)
+        trainer.fit(Classifier(), row_loader())
+        trainer.callbacks[0]._offset = 7200  # the time of earlier runs
+        trainer.save_checkpoint(path := tmp_path / "t.ckpt")
+        again = make_trainer(strategy, 1, [Timer(timedelta(hours=1))], max_steps=3)
+        again.fit(Classifier(), row_loader(), ckpt_path=path)
+        return again.global_step
+
+    assert resumed(PipelineStrategy(num_microbatches=1)) == resumed("auto")
+
+
+class Copies(Callback):
+    """Copies the Trainer's callbacks in mid-run."""
+
+    def __init__(self) -> None:
+        self.copied: Any = None
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self.copied is None:
+            self.copied = copy.deepcopy([c for c in trainer.callbacks if c is not self])
+
+
+@pytest.mark.parametrize(
+    "strategy", [lambda: PipelineStrategy(num_microbatches=2), HybridStrategy, lambda: ZeROStrategy(stage=2)]
+)
+def test_a_trainer_can_be_saved_behind_a_run_and_its_callbacks_copied_in_one(strategy):
+    callback = Copies()
+    trainer = make_trainer(strategy(), 1, [callback, Timer()], enable_progress_bar=True)
+    trainer.fit(Classifier(), row_loader(), row_loader())
+    assert len(callback.copied) == len(trainer.callbacks) - 1
+    torch.save(trainer, saved := io.BytesIO())
+    saved.seek(0)
+    assert torch.load(saved, weights_only=False).global_step == trainer.global_step == 3
