@@ -78,6 +78,7 @@ class Iterates(Classifier):
         next(dataloader_iter)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_a_validation_step_that_takes_an_iterator_is_refused_in_words():
     trainer = make_trainer(PipelineStrategy(num_microbatches=1), 1)
     with pytest.raises(
