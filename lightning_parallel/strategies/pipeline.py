@@ -40,7 +40,7 @@ from lightning_parallel.trainer.log_spreader import LogSpreader
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.prediction_writers import hold_writers, let_writers_go
-from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
+from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_saving_pretrained, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ class PipelineStrategy(PipelineBuilding):
         if self.lightning_module.example_input_array is not None:
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
         hold_writers(trainer, self.at_loss)
+        if self.num_ranks > 1:
+            refuse_saving_pretrained(self.lightning_module)
         self._restore()
 
     def _prepare_steps(self, module: LightningModule) -> None:

@@ -100,6 +100,20 @@ def refuse_synchronised_norms(strategy: Strategy, what: str, instead: str) -> No
         )
 
 
+def refuse_saving_pretrained(module: LightningModule) -> None:
+    """Have models of `transformers` say in words what `save_pretrained` cannot write where a rank holds a stage."""
+    for part in module.modules():
+        if callable(getattr(part, "save_pretrained", None)):
+            part.__dict__["save_pretrained"] = _says_how_to_save
+
+
+def _says_how_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "save_pretrained would write this rank's stage of the model alone. Call trainer.save_checkpoint(path) on every"
+        ' rank, and in one process module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
+    )
+
+
 def _refuse_iterators(module: LightningModule, name: str, step: str) -> None:
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         raise ValueError(

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridStrategy, PipelineStrategy, TensorParallelStrategy, ZeROStrategy
-from tests.harness import free_port, run_ranks
+from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.trainer.modules import Classifier, chain, row_loader, rows
 from tests.trainer.pipelines import Case, assert_parity, failure_of, join_as_torchrun, make_trainer
 
@@ -334,3 +334,111 @@ def test_a_trainer_can_be_saved_behind_a_run_and_its_callbacks_copied_in_one(str
     torch.save(trainer, saved := io.BytesIO())
     saved.seek(0)
     assert torch.load(saved, weights_only=False).global_step == trainer.global_step == 3
+
+
+class Pretrained(nn.Sequential):
+    """As models of transformers save themselves."""
+
+    def save_pretrained(self, path: Any) -> None:
+        torch.save({name: value.clone() for name, value in self.state_dict().items()}, path)
+
+
+def test_a_stage_says_how_the_whole_model_is_saved_and_that_works(tmp_path):
+    def run(rank: int, port: int) -> str:
+        join_as_torchrun(rank, 2, port)
+        torch.manual_seed(0)
+        module = Classifier(Pretrained(*chain(4)))
+        trainer = make_trainer(PipelineStrategy(num_microbatches=2), 2)
+        trainer.fit(module, row_loader())
+        trainer.save_checkpoint(tmp_path / "whole.ckpt")
+        with pytest.raises(RuntimeError) as caught:
+            module.net.save_pretrained(tmp_path / f"{rank}.pt")
+        return str(caught.value)
+
+    words = run_ranks(run, 2, free_port(), group=False)
+    assert all("trainer.save_checkpoint(path) on every rank" in of for of in words)
+    module = Classifier(Pretrained(*chain(4)))
+    module.load_state_dict(torch.load(tmp_path / "whole.ckpt")["state_dict"])
+    module.net.save_pretrained(tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt").keys() == module.net.state_dict().keys()
+
+
+class Scaled(Classifier):
+    """A temperature without a dimension, as CLIP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.logit_scale.exp()
+
+
+def test_a_scalar_under_fsdp2_is_told_what_divides_it_and_that_does():
+    def run(rank: int, port: int) -> list[Any]:
+        join_as_torchrun(rank, 2, port)
+        with pytest.raises(
+            Exception, match=r"`logit_scale` has none\. Use ZeROStrategy\(stage=2\), or HybridStrategy\(zero"
+        ):
+            make_trainer(ZeROStrategy(stage=3), 2).fit(Scaled(), row_loader())
+        return []
+
+    def trains(rank: int, port: int) -> list[float]:
+        join_as_torchrun(rank, 2, port)
+        found = []
+        for strategy in (ZeROStrategy(stage=2), HybridStrategy(data_parallel_size=2, zero_stage=3)):
+            torch.manual_seed(0)
+            trainer = make_trainer(strategy, 2, use_distributed_sampler=False)
+            trainer.fit(Scaled(), row_loader())
+            found.append(trainer.callback_metrics["loss"].item())
+        return found
+
+    assert any(outcome.returned for outcome in rank_outcomes(run, 2, free_port(), group=False))
+    plain = make_trainer("auto", 1)
+    torch.manual_seed(0)
+    plain.fit(Scaled(), row_loader())
+    for losses in run_ranks(trains, 2, free_port(), group=False):
+        assert losses == pytest.approx([plain.callback_metrics["loss"].item()] * 2, rel=2e-5)
+
+
+class Gan(LightningModule):
+    """Two optimizers, and so manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = chain(4, width=6), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        made = self.generator(batch[0])
+        loss = self.critic(made.detach()).mean() + self.critic(made.detach().roll(1, 0)).pow(2).mean()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        loss = -self.critic(self.generator(batch[0])).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
+
+
+def test_several_optimizers_are_told_of_zero_which_runs_them():
+    with pytest.raises(ValueError, match=r"With several optimizers \(a GAN\) use ZeROStrategy\(stage=2\)"):
+        make_trainer(PipelineStrategy(), 1).fit(Gan(), row_loader())
+
+    def run(rank: int, port: int) -> Any:
+        join_as_torchrun(rank, 2, port)
+        torch.manual_seed(0)
+        trainer = make_trainer(ZeROStrategy(stage=2), 2, max_steps=6, use_distributed_sampler=False)
+        trainer.fit(module := Gan(), row_loader())
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    torch.manual_seed(0)
+    plain = Gan()
+    make_trainer("auto", 1, max_steps=6).fit(plain, row_loader())
+    for state in run_ranks(run, 2, free_port(), group=False):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=2e-5, atol=2e-6)

@@ -15,17 +15,17 @@ from lightning_parallel.trainer.script_launcher import refuse_no_script
 
 
 def test_parameters_may_be_given_in_billions(capsys):
-    assert memory_command.main("--params 7.5B --ranks 64 --json".split()) == 0
+    assert memory_command.main(["--params", "7.5B", "--ranks", "64", "--json"]) == 0
     first = capsys.readouterr().out
-    assert memory_command.main("--params 7.5e9 --ranks 64 --json".split()) == 0
+    assert memory_command.main(["--params", "7.5e9", "--ranks", "64", "--json"]) == 0
     assert capsys.readouterr().out == first
     for wrong in ("B", "7.5", "nanB", "-1M", "7.0000000001B1"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no whole number of 1 or more, such as 64, 7.5e9 or 7.5B"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"no whole number of 1 or more, such as 64, 7\.5e9"):
             memory_command._count(wrong)
 
 
 def test_the_schedule_command_chooses(capsys):
-    assert schedule_command.main("auto --ranks 2 --microbatches 4 --json".split()) == 0
+    assert schedule_command.main(["auto", "--ranks", "2", "--microbatches", "4", "--json"]) == 0
     assert '"ranks": 2' in capsys.readouterr().out
     assert schedule_command.main(["auto"]) == 2
     assert "needs --ranks and --microbatches" in capsys.readouterr().err
