@@ -20,6 +20,16 @@ ROWS = torch.randn(3, 6, 6, 8, generator=GENERATOR)
 TABLE = torch.randn(6, 8, generator=GENERATOR)
 
 
+class Module(LightningModule):
+    """Logs in validation what it is trained on."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +40,7 @@ class Attention(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class Packed(LightningModule):
+class Packed(Module):
     """Documents that end anywhere, told by where they begin."""
 
     def __init__(self) -> None:
@@ -51,12 +61,6 @@ class Packed(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.logits(batch).flatten(0, 1), batch["ids"].flatten())
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 class PackedAtFirst(Packed):
     """Only the first stage's blocks mix by documents."""
@@ -75,7 +79,7 @@ def packed(starts: Sequence[Any], name: str = "cu_seqlens") -> DataLoader:
     return DataLoader([{"ids": x, name: s} for x, s in zip(IDS, starts, strict=True)], batch_size=None)
 
 
-class Net(LightningModule):
+class Net(Module):
     """Four layers on what a function makes of the batch."""
 
     def __init__(self, read: Callable[[Any], Tensor] = lambda b: b["x"] + b["pos"]) -> None:
@@ -88,9 +92,6 @@ class Net(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(self.read(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(*batches: Any) -> DataLoader:
@@ -154,7 +155,7 @@ def test_a_table_with_as_many_entries_as_rows():
     assert_parity(POSITIONS.but(strategy={"batch_fields": {"pos": "whole"}}), stages=(2,))
 
 
-class Masked(LightningModule):
+class Masked(Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Attention() for _ in range(4))
@@ -164,9 +165,6 @@ class Masked(LightningModule):
         for block in self.blocks:
             x = block(x, batch["mask"])
         return x.pow(2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 MASKED = Case(
@@ -268,7 +266,7 @@ def test_predictions_that_rows_share_are_refused(make, words):
     assert any(words in f"{outcome.error} {outcome.text}" for outcome in outcomes)
 
 
-class SimCLR(LightningModule):
+class SimCLR(Module):
     """Two views of all rows in one call, and a loss over all of them."""
 
     def __init__(self) -> None:
@@ -285,9 +283,6 @@ class SimCLR(LightningModule):
         z = F.normalize(self.encoder(self.pairs(batch["x"])), dim=-1)
         similar = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
         return F.cross_entropy(similar, self.positives(len(batch["x"])))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class SimCLRByRow(SimCLR):

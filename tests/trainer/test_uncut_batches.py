@@ -87,7 +87,17 @@ def test_a_validation_step_that_takes_an_iterator_is_refused_in_words():
         trainer.validate(Iterates(), row_loader())
 
 
-class Bare(LightningModule):
+class Trained(LightningModule):
+    """Logs in validation what it is trained on."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Bare(Trained):
     """Parameters of its own, and no modules."""
 
     def __init__(self) -> None:
@@ -96,9 +106,6 @@ class Bare(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (batch[0] @ self.weight).pow(2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class ListOfParameters(Bare):
@@ -165,7 +172,7 @@ def test_batch_norms_are_warned_of_with_numbers_and_one_micro_batch_is_one_proce
     assert_parity(Case(Normed, row_loader, {"num_microbatches": 1}), stages=(2,))
 
 
-class Recurrent(LightningModule):
+class Recurrent(Trained):
     """Packs and pads in the step."""
 
     kind = nn.GRU
@@ -180,9 +187,6 @@ class Recurrent(LightningModule):
         packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
         h, _ = pad_packed_sequence(packed, batch_first=True)
         return F.cross_entropy(self.blocks(h.sum(1)), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Lstm(Recurrent):
