@@ -19,6 +19,11 @@ from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.trainer.modules import Classifier, chain, row_loader, rows
 from tests.trainer.pipelines import Case, assert_parity, failure_of, join_as_torchrun, make_trainer
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`"),
+]
+
 
 class Graph:
     """A batch of no kind that can be cut."""
@@ -182,11 +187,13 @@ class Recurrent(Trained):
         self.rnn = self.kind(6, 6, batch_first=True)
         self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
+    def encode(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, lengths, y = batch
-        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        h, _ = pad_packed_sequence(packed, batch_first=True)
-        return F.cross_entropy(self.blocks(h.sum(1)), y)
+        return F.cross_entropy(self.blocks(self.encode(x, lengths).sum(1)), y)
 
 
 class Lstm(Recurrent):
@@ -198,13 +205,39 @@ class Twice(Recurrent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.again = nn.GRU(6, 6, batch_first=True)
+        blocks, self.again = self.blocks, nn.GRU(6, 6, batch_first=True)
+        del self.blocks
+        self.blocks = blocks  # behind both
+
+    def encode(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(self.again(packed)[0], batch_first=True)[0]
+
+
+class Encoder(nn.Module):
+    """Packs, runs and pads within."""
+
+    def __init__(self, of: Recurrent) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: part for name, part in of.named_children() if name != "blocks"})
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers.values():
+            packed, _ = layer(packed)
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+class InOneModule(Trained):
+    """What the message says."""
+
+    def __init__(self, of: Recurrent) -> None:
+        super().__init__()
+        self.encoder, self.blocks = Encoder(of), of.blocks
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, lengths, y = batch
-        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        packed, _ = self.again(packed)
-        return F.cross_entropy(self.blocks(pad_packed_sequence(packed, batch_first=True)[0].sum(1)), y)
+        return F.cross_entropy(self.blocks(self.encoder(x, lengths).sum(1)), y)
 
 
 def sequences() -> DataLoader:
@@ -218,10 +251,18 @@ def sequences() -> DataLoader:
 
 @pytest.mark.parametrize("make", [Recurrent, Lstm, Twice])
 def test_packed_sequences_that_units_return(make):
-    blocks = ["blocks.0", "blocks.2"]
-    strategy = {"blocks": blocks, "stages": {"again": 0} if make is Twice else None}
-    assert_parity(Case(make, sequences, {**strategy, "num_microbatches": 1}, validate=False), stages=(2,))
-    assert_parity(Case(make, sequences, {**strategy, "num_microbatches": 2}, validate=False), stages=(2,))
+    """One stage runs them; several say what to do, and then do."""
+    torch.manual_seed(0)
+    module = make()
+    plain = copy.deepcopy(module)
+    make_trainer(PipelineStrategy(num_microbatches=2), 1).fit(module, sequences())
+    make_trainer("auto", 1).fit(plain, sequences())
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=2e-5, atol=2e-6)
+    strategy = {"blocks": ["blocks.0", "blocks.2"], "num_microbatches": 2}
+    text = failure_of(Case(make, sequences, strategy, validate=False))
+    assert "Pack, run the recurrent layer and pad in the forward of one module" in text
+    case = Case(lambda: InOneModule(make()), sequences, {**strategy, "num_microbatches": 1}, validate=False)
+    assert_parity(case, stages=(2,))
 
 
 class Saves(BasePredictionWriter):
@@ -244,7 +285,9 @@ def test_an_ordinary_writer_writes_every_row_once(interval):
         torch.manual_seed(0)
         writer = Saves(interval)
         trainer = make_trainer(strategy, devices, [writer])
-        trainer.predict(Classifier(), [x for x, _ in rows()], return_predictions=interval != "batch")
+        trainer.predict(
+            Classifier(), DataLoader([x for x, _ in rows()], batch_size=None), return_predictions=interval != "batch"
+        )
         assert vars(writer).keys() == {"interval", "rows"}
         return writer.rows
 

@@ -48,6 +48,11 @@ def unread(x: StandIn, what: str) -> str:
             " forward, tie the parameter to a module of this stage, or use the optimizer's weight_decay."
         )
     routers = " A mixture of experts of transformers does without: output_router_logits=False."
+    if "packed_sequence" in what:
+        return (
+            f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pack, run the recurrent layer and"
+            " pad in the forward of one module, and let the step call that."
+        )
     return (
         f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pass the value through the blocks"
         " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a"
