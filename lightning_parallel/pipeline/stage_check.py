@@ -81,9 +81,11 @@ class Fields:
     change: Change_of
     declared_whole: Mapping[Name, Any] = field(default_factory=dict)
 
-    def trials(self) -> list[tuple[Name, Change]]:
-        """What may make the difference."""
-        cut: list[tuple[Name, Change]] = [(name, "whole") for name, count in self.found.entries.items() if count == 1]
+    def trials(self, at_loss: bool = False) -> list[tuple[Name, Change]]:
+        """What may make the difference; at the loss not the batch's first field, with all of which any loss is that of
+        the whole batch."""
+        names = [name for name, count in self.found.entries.items() if count == 1][int(at_loss) :]
+        cut: list[tuple[Name, Change]] = [(name, "whole") for name in names]
         whole = {**self.found.whole, **self.declared_whole}
         rows: list[tuple[Name, Change]] = [
             (name, "rows") for name, leaf in whole.items() if len(leaf) > self.rows and not len(leaf) % self.rows
@@ -260,7 +262,7 @@ class StageCheck:
                 " means than torch's functions, and other ones for the whole batch. Draw them with torch, or make sure"
                 " that every row is treated by itself; check_loss=False then skips this comparison."
             )
-        for name, change in fields.trials():
+        for name, change in fields.trials(at_loss=seat.departure is None):
             with suppress(Exception):  # what cannot run shows nothing
                 if self._is_equal_with(seat, work, looked, sizes, *fields.change(name, change), only=change != "empty"):
                     return f"{self._what(seat, looked, sizes)} {fields.words(name, change)}"

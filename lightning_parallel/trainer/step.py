@@ -114,6 +114,7 @@ class TrainerStep:
                 self._carried = None
             if pipeline.both_ways:
                 self._join_directions(results)
+            check = check and not (work.may_begin_anew and any(pipeline.all_gather(work.is_void)))
             if work.may_begin_anew:
                 self._refuse_void(work)
             if check:
