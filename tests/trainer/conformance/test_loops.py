@@ -1,6 +1,5 @@
 """fit, validate, test and predict, in every order and with every limit, are those of one process."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -166,8 +165,6 @@ class Both(Whole):
 
 
 def several_training_loaders(run: Run) -> Any:
-    # Rows of a micro-batch are not those of the activations, which the check of the first loss says it cannot join.
-    warnings.filterwarnings("ignore", message="Could not compare the micro-batches' loss")
     loaders = {"a": row_loader((4, 8, 4)), "b": row_loader((4, 8, 4), seed=1)}
     trainer = run.trainer(max_epochs=2)
     trainer.fit(Both(), CombinedLoader(loaders, "max_size_cycle"), row_loader((5,)))
