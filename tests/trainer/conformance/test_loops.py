@@ -98,7 +98,8 @@ def prediction_writer(run: Run) -> Any:
     writer = Writer()
     trainer = run.trainer(writer)
     trainer.predict(Whole(), row_dataset(29, 8), return_predictions=False)
-    return [at for _, _, at in writer.batches], OnRankZero((writer.batches, writer.epoch))
+    nothing = any(prediction is None for prediction, _, _ in writer.batches)  # it is not asked to write that
+    return nothing, OnRankZero((writer.batches, writer.epoch))
 
 
 def fast_dev_run(run: Run) -> Any:
