@@ -122,10 +122,11 @@ class MeshStrategy(MeshAxes):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the strategy as it was before its first run, with what it has trained, but for
         a run that is under way (which has threads, sockets, groups and parts of a model)."""
+        state: dict[str, Any] = super().__getstate__()
         if self._at_rest is None:
-            return dict(vars(self))
+            return state
         trained = () if self.is_connected else _TRAINED
-        return {**self._at_rest, **{name: value for name, value in vars(self).items() if name in trained}}
+        return {**self._at_rest, **{name: value for name, value in state.items() if name in trained}}
 
     def setup_environment(self) -> None:
         super().setup_environment()

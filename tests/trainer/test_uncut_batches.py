@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -335,28 +336,28 @@ class AtStart(Callback):
 
 @pytest.mark.parametrize("strategy", [lambda: PipelineStrategy(num_microbatches=1), HybridStrategy])
 def test_weights_only_is_heeded_and_callbacks_are_restored_before_fit_starts(tmp_path, strategy):
-    trainer = make_trainer(strategy(), 1, [AtStart()], max_steps=2)
+    trainer = make_trainer(strategy(), 1, [AtStart()])
     trainer.fit(SavesAnObject(), row_loader())
     trainer.save_checkpoint(path := tmp_path / "a.ckpt")
     module, callback = SavesAnObject(), AtStart()
-    again = make_trainer(strategy(), 1, [callback], max_steps=3)
+    again = make_trainer(strategy(), 1, [callback], max_steps=5)
     again.fit(module, row_loader(), ckpt_path=path, weights_only=False)
-    assert isinstance(module.loaded, Odd) and (callback.seen, callback.count) == (2, 3)
+    assert isinstance(module.loaded, Odd) and (callback.seen, callback.count) == (3, 5)
     with pytest.raises(Exception, match="weights_only"):
-        make_trainer(strategy(), 1, max_steps=4).fit(SavesAnObject(), row_loader(), ckpt_path=path, weights_only=True)
+        make_trainer(strategy(), 1, max_steps=5).fit(SavesAnObject(), row_loader(), ckpt_path=path, weights_only=True)
 
 
 def test_a_spent_timer_trains_no_further_step(tmp_path):
-    def resumed(strategy: Any) -> int:
-        trainer = make_trainer(strategy, 1, [Timer(timedelta(hours=1))], max_steps=2)
+    def resumed(strategy: Callable[[], Any]) -> int:
+        trainer = make_trainer(strategy(), 1, [Timer(timedelta(hours=1))])
         trainer.fit(Classifier(), row_loader())
         trainer.callbacks[0]._offset = 7200  # the time of earlier runs
         trainer.save_checkpoint(path := tmp_path / "t.ckpt")
-        again = make_trainer(strategy, 1, [Timer(timedelta(hours=1))], max_steps=3)
+        again = make_trainer(strategy(), 1, [Timer(timedelta(hours=1))], max_steps=6)
         again.fit(Classifier(), row_loader(), ckpt_path=path)
         return again.global_step
 
-    assert resumed(PipelineStrategy(num_microbatches=1)) == resumed("auto")
+    assert resumed(lambda: PipelineStrategy(num_microbatches=1)) == resumed(lambda: "auto")
 
 
 class Copies(Callback):
@@ -378,6 +379,7 @@ def test_a_trainer_can_be_saved_behind_a_run_and_its_callbacks_copied_in_one(str
     trainer = make_trainer(strategy(), 1, [callback, Timer()], enable_progress_bar=True)
     trainer.fit(Classifier(), row_loader(), row_loader())
     assert len(callback.copied) == len(trainer.callbacks) - 1
+    callback.copied = None
     torch.save(trainer, saved := io.BytesIO())
     saved.seek(0)
     assert torch.load(saved, weights_only=False).global_step == trainer.global_step == 3
