@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.batch_fields import Cutting, Name
+from lightning_parallel.pipeline.channel import Channel
 from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.held_still import HeldStill
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
@@ -155,14 +156,15 @@ class StageCheck:
         Raises:
             ValueError: a stage makes something else of the whole batch, or cannot run it.
         """
-        windows, self.cut.windows = self.cut.windows, None
+        windows, self.cut.windows = self.cut.windows, None  # all is whole in the first step of a kind
+        observer, Channel.observer = Channel.observer, None  # nothing of this is a step's traffic
         try:
             with torch.no_grad(), untouched(self.cut.model), self.rounds.without_graphs():
                 self.cut.model.eval()
                 passes = self._all(work, whole)
                 mine = {s.stage: self._finding(s, work, passes[s.stage], sizes, fields) for s in self.seats}
         finally:
-            self.cut.windows = windows
+            self.cut.windows, Channel.observer = windows, observer
         found = {stage: said for of in self.all_gather(mine) for stage, said in of.items()}
         first = next((stage for stage in sorted(found) if found[stage]), None)
         if first is None:

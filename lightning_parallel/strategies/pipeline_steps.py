@@ -191,7 +191,7 @@ class PipelineSteps(PipelineGradients):
             return False
         first = step.kind not in self.compared
         new = step.memory.look(step.batch, step.cutting, sum(step.sizes))
-        return first or (new and self.windows is None)
+        return (first or new) and (self.windows is None or self.windows.is_held)
 
     def marks(self, schedule: Schedule, training: bool) -> Marks:
         """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""
