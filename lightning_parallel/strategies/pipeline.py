@@ -190,6 +190,7 @@ class PipelineStrategy(PipelineBuilding):
         hold_writers(trainer, self.at_loss)
         if self.num_ranks > 1:
             refuse_saving_pretrained(self.lightning_module)
+        assert self._restore is not None
         self._restore()
 
     def _prepare_steps(self, module: LightningModule) -> None:
