@@ -88,7 +88,9 @@ class TimelineExporter(Callback):
         if self._wanted is not None:
             self._write_wanted(self._wanted, trainer)
         if self._is_due(trainer.global_step, default=0):
-            if trainer.accumulate_grad_batches == 1:
+            if _ends(trainer, batch_idx):
+                pass  # `on_train_end` writes this very step, where here the one before could be read
+            elif trainer.accumulate_grad_batches == 1:
                 self._export(stats.trace(), trainer)
             else:
                 self._wanted = self._stepped
@@ -153,6 +155,15 @@ def may_end(trainer: Trainer, batch_idx: int) -> bool:
     if any(isinstance(callback, Timer) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return True
     return batch_idx + 2 >= trainer.num_training_batches or _validates_soon(trainer, batch_idx)
+
+
+def _ends(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether training ends with this batch, as far as its limits say."""
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        return True
+    epochs = trainer.max_epochs
+    last = epochs is not None and epochs != -1 and trainer.current_epoch + 1 >= epochs
+    return last and batch_idx + 1 >= trainer.num_training_batches
 
 
 def _validates_soon(trainer: Trainer, batch_idx: int) -> bool:

@@ -60,11 +60,16 @@ def read(path: Path, map_location: Any = None, weights_only: bool | None = None)
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or was not written by `torch.save`.
+        ValueError: the file is a folder, is damaged or was not written by `torch.save`.
         pickle.UnpicklingError: the file holds objects and `weights_only` (PyTorch's default) forbids them.
     """
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if path.is_dir():
+        raise ValueError(
+            f'{path} is a folder, as state_dict_type="sharded" writes it, and this strategy reads one file. Make one of'
+            f" it: lightning-parallel consolidate {path} {path.with_name(path.stem + '-whole.ckpt')}"
+        )
     try:
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:

@@ -6,6 +6,7 @@ asked for.
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows the command's name; none reads ``sys.argv``. Other processes that a strategy starts are given
             ``sys.argv``, so pass ``argv`` only with one process or with ``start_method="fork"``.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read what is printed has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help"):
         print(_help())

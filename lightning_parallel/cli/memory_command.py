@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 from lightning_parallel.zero.accounting import (
@@ -18,6 +19,7 @@ from lightning_parallel.zero.accounting import (
     volume_by_collective,
 )
 
+_SUFFIXES = {"K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _FORMULAS = {
     0: "({p} + {g} + {k}) P",
     1: "({p} + {g} + {k}/N) P",
@@ -76,7 +78,9 @@ def report(parameters: int, ranks: int, of: StateBytes = MIXED_ADAM) -> str:
 def _parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="lightning-parallel memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--params", type=_count, required=True, metavar="P", help="parameters of the model, as 7.5e9")
+    parser.add_argument(
+        "--params", type=_count, required=True, metavar="P", help="parameters of the model, as 7.5e9 or 7.5B"
+    )
     parser.add_argument("--ranks", type=_count, required=True, metavar="N", help="ranks that share the states")
     parser.add_argument("--parameter-bytes", type=_bytes, default=MIXED_ADAM.parameters, help="a parameter; default 2")
     parser.add_argument("--gradient-bytes", type=_bytes, default=MIXED_ADAM.gradients, help="a gradient; default 2")
@@ -91,12 +95,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
+    """A whole number, as 64, 7.5e9 or 7.5B.
+
+    Example:
+        >>> _count("7.5B"), _count("125M"), _count("64")
+        (7500000000, 125000000, 64)
+    """
+    digits, power = (text[:-1], _SUFFIXES[text[-1].upper()]) if text[-1:].upper() in _SUFFIXES else (text, 0)
     try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 1 and number == int(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more, such as 64 or 7.5e9")
+        number = Decimal(digits).scaleb(power)
+    except ArithmeticError:
+        number = Decimal("nan")
+    if not (number.is_finite() and number >= 1 and number == int(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more, such as 64, 7.5e9 or 7.5B")
     return int(number)
 
 

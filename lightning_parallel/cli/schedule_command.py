@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_parallel.measure.spans import Span
 from lightning_parallel.pipeline.checks import receive_ahead_needed
+from lightning_parallel.pipeline.choice import choose
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
@@ -53,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-parallel schedule", description=__doc__.splitlines()[0])
     names = ", ".join(_with_options(name) for name in SCHEDULES)
     parser.add_argument(
-        "schedule", help=f"one of {names}; options as in interleaved_1f1b:v=3; or a CSV file with one row a rank"
+        "schedule",
+        help=f"one of {names}; options as in interleaved_1f1b:v=3; auto, the fastest of them for --costs; or a CSV file"
+        " with one row a rank",
     )
     parser.add_argument(
         "--ranks",
@@ -103,9 +106,12 @@ def _costs(numbers: Sequence[float]) -> Costs:
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     name, ranks, microbatches = arguments.schedule, arguments.ranks, arguments.microbatches
     if not (name.lower().endswith(".csv") or Path(name).is_file()):
-        find(name)  # raises, with the names there are
+        if name.lower() != "auto":
+            find(name)  # raises, with the names there are
         if ranks is None or microbatches is None:
             raise ValueError(f"The schedule {name} needs --ranks and --microbatches.")
+        if name.lower() == "auto":
+            return choose(ranks, microbatches, _costs(arguments.costs)).schedule
         return _make(name, ranks, microbatches, _costs(arguments.costs))
     schedule = Schedule.from_csv(name)
     for option, given, found in (
@@ -124,6 +130,9 @@ def _make(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
+    for path in (arguments.csv, arguments.png):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {Path(path).parent} to write {Path(path).name} into; make it first.")
     if arguments.csv:
         timeline.schedule.to_csv(arguments.csv)
     if arguments.png:

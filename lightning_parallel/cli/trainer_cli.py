@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import callbacks, demo, strategies
 from lightning_parallel.cli.warnings import ignore_third_party_warnings
+from lightning_parallel.server import filters
 from lightning_parallel.server.consistency import Consistency
 from lightning_parallel.server.filters import Precision, Selector
 from lightning_parallel.server.updates import Update
@@ -179,10 +180,12 @@ def explain_strategy(given: Any) -> str:
 def explain_option(given: str) -> str:
     """Our answer to an argument that a class does not take: the nearest one, whose it is, and what that class takes."""
     takers = _arguments()
-    near = _nearest([given], [argument for takes in takers.values() for argument in takes])
+    near = _nearest([given], [argument for takes in takers.values() for argument in takes], cutoff=0.7)
     owners = [name for name, takes in takers.items() if near in takes]
     lines = [f"Did you mean {near}?"] if near not in (None, given) else []
-    lines += [f"{name} takes: {', '.join(takers[name])}." for name in owners or strategy_classes()]
+    lines += [
+        f"{name} takes: {', '.join(takers[name])}." for name in owners or [*strategy_classes(), *_classes(filters)]
+    ]
     return "\n".join(lines)
 
 
@@ -202,11 +205,11 @@ def _nearest_class(given: str) -> str:
     return (f"Did you mean {near}?\n" if near else "") + f"Known by short name:\n{describe_names()}"
 
 
-def _nearest(words: list[str], names: list[str]) -> str | None:
+def _nearest(words: list[str], names: list[str], cutoff: float = 0.6) -> str | None:
     """The name closest to any of the words, letter case aside."""
     lowered = {name.lower(): name for name in reversed(names)}
     for word in words:
-        near = difflib.get_close_matches(word.lower(), lowered, n=1)
+        near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
         if near:
             return lowered[near[0]]
     return None
@@ -229,7 +232,7 @@ def _classes(module: Any) -> dict[str, type]:
 
 def _arguments() -> dict[str, list[str]]:
     """What each of our classes takes, by short name."""
-    classes = {**strategy_classes(), **_classes(callbacks), **_classes(demo)}
+    classes = {**strategy_classes(), **_classes(callbacks), **_classes(demo), **_classes(filters)}
     return {name: _takes(kind) for name, kind in classes.items()}
 
 

@@ -176,6 +176,7 @@ def _vocabulary(model: nn.Module, known: set[str], size: int) -> dict[str, Style
         if (
             not isinstance(table, nn.Embedding)
             or table.num_embeddings < size * size
+            or _counts_positions(name)
             or table.sparse
             or table.max_norm
             or table.scale_grad_by_freq
@@ -187,6 +188,11 @@ def _vocabulary(model: nn.Module, known: set[str], size: int) -> dict[str, Style
         if fitting:
             found |= {name: Style("vocab"), **{head: Style("head") for head in fitting}}
     return found
+
+
+def _counts_positions(name: str) -> bool:
+    """Whether a module's name says that it is a table of positions, which has no head."""
+    return re.search(r"(^|[._])(wpe|pos|position|positional|positions)([._]|$)", name.lower()) is not None
 
 
 def _outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,7 @@ Source: Kim et al., torchgpipe, arXiv 2004.09910, section 3.3 (deferred batch no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,19 @@ class DeferredBatchNorm:
         self._modules = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
         ]
+
+    def says(self, sizes: Sequence[int]) -> str:
+        """What has to be known of norms that are about to train on micro-batches of so many rows; "" of none."""
+        names = [self._names[module] for module in self._modules if module.training]
+        if not names or len(sizes) == 1:
+            return ""
+        norms = f"`{names[0]}`" if len(names) == 1 else f"`{names[0]}` and {len(names) - 1} more"
+        return (
+            f"Batch norms ({norms}) normalise within a micro-batch of {min(sizes)} rows, where one process has"
+            f" {sum(sizes)}: losses and weights differ from one process's, the more so the fewer rows. For its numbers"
+            " use num_microbatches=1; otherwise give micro-batches more rows (fewer micro-batches, larger batches), or"
+            " use norms of single rows (GroupNorm, LayerNorm). Running statistics are those of the whole batch."
+        )
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:

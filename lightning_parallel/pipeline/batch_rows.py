@@ -7,6 +7,7 @@ Left out: a top-level list of tensors of one shape, which is taken for columns.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,7 +40,7 @@ def count_rows(batch: Any) -> int:
     raise ValueError(
         f"The pipeline got a batch of type {type(batch).__name__} without a tensor that has a first dimension, and"
         " cannot count its rows. Give the batch at least one tensor with one entry a row, in a tuple, list, mapping or"
-        " dataclass: other objects are not looked into."
+        " dataclass (other objects are not looked into), or use num_microbatches=1, which cuts nothing."
     )
 
 
@@ -82,6 +83,43 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(value)
 
 
+def map_named(
+    function: Callable[[Any, tuple[str, ...]], Any],
+    tree: Any,
+    is_leaf: Callable[[Any, tuple[str, ...]], bool] = lambda value, name: is_plain_list(value),
+    name: tuple[str, ...] = (),
+) -> Any:
+    """Apply a function to every leaf of a batch and its name; mappings, sequences and dataclasses keep their type.
+
+    Example:
+        >>> map_named(lambda leaf, name: ".".join(name), {"x": 1, "pair": ({"y": 2}, 3)})
+        {'x': 'x', 'pair': ({'y': 'pair.0.y'}, 'pair.1')}
+    """
+    go = lambda value, part: map_named(function, value, is_leaf, (*name, str(part)))  # noqa: E731
+    if is_leaf(tree, name):
+        return function(tree, name)
+    if isinstance(tree, Mapping):
+        new = {key: go(value, key) for key, value in tree.items()}
+        if type(tree) is dict:
+            return new
+        clone: Any = copy.copy(tree)
+        if hasattr(tree, "data") and isinstance(tree.data, dict):  # UserDict, and with it transformers' BatchEncoding
+            clone.data = dict(tree.data)
+        clone.update(new)
+        return clone
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(go(value, part) for part, value in zip(tree._fields, tree, strict=True)))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(go(value, part) for part, value in enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: go(getattr(tree, f.name), f.name) for f in dataclasses.fields(tree)}
+        clone = copy.copy(tree)
+        for part, value in fields.items():
+            object.__setattr__(clone, part, value)
+        return clone
+    return function(tree, name)
+
+
 def nodes(tree: Any) -> Iterator[Any]:
     """All structures and leaves of a batch."""
     yield tree
@@ -91,12 +129,20 @@ def nodes(tree: Any) -> Iterator[Any]:
 
 def children(tree: Any) -> list[Any] | None:
     """What a structure holds; None for a leaf."""
+    named = named_children(tree)
+    return None if named is None else [value for _, value in named]
+
+
+def named_children(tree: Any) -> list[tuple[str, Any]] | None:
+    """What a structure holds, by key, position or attribute; None for a leaf."""
     if isinstance(tree, Mapping):
-        return list(tree.values())
+        return [(str(key), value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
-        return list(tree)
+        return [(str(number), value) for number, value in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     return None
 
 

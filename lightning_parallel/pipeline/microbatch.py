@@ -2,22 +2,20 @@
 
 The one idea: a batch is a tree of mappings, sequences and tensors, and has `rows`. Whatever has one entry a row (a
 tensor whose first dimension is `rows`, a list of `rows` strings, numbers or other things of one kind) is cut;
-everything else is handed to every micro-batch as it is; `batch_rows` tells which is which. Left out: batches whose rows
-lie along another dimension than the first.
+everything else is handed to every micro-batch as it is; `batch_fields` tells which is which. Left out: batches whose
+rows lie along another dimension than the first.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.batch_rows import is_plain_list, leaves, row_lists
+from lightning_parallel.pipeline.batch_fields import BatchFields, Cutting, Name, cutting
+from lightning_parallel.pipeline.batch_rows import is_plain_list, leaves, map_named, row_lists
 from lightning_parallel.pipeline.uncuttable import refuse_what_cannot_be_cut
 
 
@@ -32,8 +30,19 @@ def row_sizes(rows: int, num_microbatches: int) -> list[int]:
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
-def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split(
+    batch: Any, sizes: Sequence[int], fields: BatchFields | None = None, found: Cutting | None = None
+) -> list[Any]:
     """Cut a batch of sum(sizes) rows into len(sizes) batches of the same structure.
+
+    Args:
+        batch: the batch.
+        sizes: rows of each micro-batch.
+        fields: what was declared of its fields.
+        found: which of its fields are cut, if that is known.
+
+    Raises:
+        ValueError: it cannot be cut.
 
     Example:
         >>> split((torch.arange(3), "tag", ["a", "b", "c"]), [2, 1])
@@ -41,45 +50,25 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     if len(sizes) == 1:
         return [batch]
-    rows = sum(sizes)
-    refuse_what_cannot_be_cut(batch, rows)
-    is_row_list = row_lists(batch, rows)
+    rows, fields = sum(sizes), fields or BatchFields()
+    open_to_doubt = fields.without_whole(batch)
+    refuse_what_cannot_be_cut(open_to_doubt, rows)
+    entries, is_row_list = (found or cutting(batch, rows, fields)).entries, row_lists(open_to_doubt, rows)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
-    def cut(span: slice, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf[span] if leaf.dim() > 0 and leaf.shape[0] == rows else leaf
-        return leaf[span] if is_row_list(leaf) else leaf
+    def part(end: int, size: int) -> Any:
+        def cut(leaf: Any, name: Name) -> Any:
+            count = entries.get(name)
+            return leaf if count is None else leaf[(end - size) * count : end * count]
 
-    is_leaf = lambda value: is_row_list(value) or is_plain_list(value)  # noqa: E731
-    return [map_leaves(partial(cut, span), batch, is_leaf) for span in spans]
+        return map_named(cut, batch, lambda value, name: is_row_list(value) or is_plain_list(value))
+
+    return [part(end, size) for end, size in zip(ends, sizes, strict=True)]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_plain_list) -> Any:
     """Apply a function to every leaf of a batch; mappings, sequences and dataclasses keep their type."""
-    if is_leaf(tree):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        new = {key: map_leaves(function, value, is_leaf) for key, value in tree.items()}
-        if type(tree) is dict:
-            return new
-        clone: Any = copy.copy(tree)
-        if hasattr(tree, "data") and isinstance(tree.data, dict):  # UserDict, and with it transformers' BatchEncoding
-            clone.data = dict(tree.data)
-        clone.update(new)
-        return clone
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(function, value, is_leaf) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: map_leaves(function, getattr(tree, f.name), is_leaf) for f in dataclasses.fields(tree)}
-        clone = copy.copy(tree)
-        for name, value in fields.items():
-            object.__setattr__(clone, name, value)
-        return clone
-    return function(tree)
+    return map_named(lambda leaf, name: function(leaf), tree, lambda value, name: is_leaf(value))
 
 
 def signature(batch: Any) -> tuple[Any, ...]:

@@ -74,10 +74,11 @@ def lay_out(
         seconds: time of every unit, for partition="time"; see `unit_names` and `timing.unit_seconds`.
 
     Raises:
-        ValueError: there are fewer blocks than stages, a name is unknown, or a list does not sum to the blocks.
+        ValueError: there are fewer blocks than stages (one stage needs none), a name is unknown, or a list does not sum
+            to the blocks.
     """
     names = block_names(model, num_stages, blocks)
-    if len(names) < num_stages:
+    if len(names) < num_stages and num_stages > 1:
         raise ValueError(
             f"A pipeline of {num_stages} stages needs at least {num_stages} blocks, but {type(model).__name__} has"
             f" {len(names)} ({', '.join(names) or 'none'}). Use fewer devices, or name the blocks with"
@@ -85,7 +86,7 @@ def lay_out(
         )
     found = collect(model, names)
     refuse_compiled_around(model, [name for name, _ in found])
-    first = next(i for i, (_, block) in enumerate(found) if block is not None)
+    first = next((i for i, (_, block) in enumerate(found) if block is not None), 0)
     costs = _costs(model, found, len(names), first, partition, seconds)
     bounds = _bounds(costs, num_stages, partition)
     layout = Layout((), tuple(bounds))

@@ -16,14 +16,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.agreement import Passed, contracts
-from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure, Inbox, undescribable
+from lightning_parallel.pipeline.boundary import Arrival, Contract, Inbox, undescribable
 from lightning_parallel.pipeline.calls import Going
 from lightning_parallel.pipeline.contract import Values
 from lightning_parallel.pipeline.cut import Cut
@@ -39,18 +39,22 @@ OpenStraight = Callable[[int, int], None]
 
 
 @dataclass
-class _Handed:
-    """What a stage gets from the one before in a round, beside tensors.
+class Handed:
+    """What a stage gets from the one before in a round.
 
     Attributes:
         values: descriptions of the tensors.
         known: what units return, by call.
         made_for: see `StageRun`.
+        inputs: the tensors, where they have arrived.
+        is_void: nothing is handed on.
     """
 
     values: Values
     known: UnitOutputs
     made_for: tuple[int, ...] = ()
+    inputs: dict[Place, Tensor] = field(default_factory=dict)
+    is_void: bool = False
 
 
 class Rounds:
@@ -78,7 +82,7 @@ class Rounds:
     ) -> None:
         self.cut, self.seats, self._all_gather, self._fail = cut, seats, all_gather, fail
         self._open_straight, self.always = open_straight, open_straight is not None
-        self._known: set[Hashable] = set()
+        self._known: dict[Hashable, UnitOutputs] = {}
 
     def new(self, signatures: Sequence[Hashable]) -> list[int]:
         """The first micro-batch of every signature that was not asked about."""
@@ -98,8 +102,18 @@ class Rounds:
         Raises:
             PhantomError: the step cannot be run in stages as it is written.
         """
+        passed, known = self.find(work, microbatch)
+        self._agree(work.signatures[microbatch], contracts(passed, known))
+        self._known[work.signatures[microbatch]] = known
+
+    def known(self, signature: Hashable) -> UnitOutputs:
+        """What was found out about units' results for a signature; nothing where nobody had to ask."""
+        return self._known.get(signature, {})
+
+    def find(self, work: StepWork, microbatch: int) -> tuple[Mapping[int, Passed], UnitOutputs]:
+        """Go through all stages as often as it takes; what each came to, and what all units return."""
         known: UnitOutputs = {}
-        with self._without_graphs():
+        with self.without_graphs():
             passed = self._round(work, microbatch, known)
             while not passed[max(passed)].has_ended:
                 new = {name: made for of in passed.values() for name, made in of.record.items() if name not in known}
@@ -107,9 +121,7 @@ class Rounds:
                     self._refuse(passed, microbatch)
                 known = {**known, **new}
                 passed = self._round(work, microbatch, known)
-        known = {**known, **{name: made for of in passed.values() for name, made in of.record.items()}}
-        self._agree(work.signatures[microbatch], contracts(passed, known))
-        self._known.add(work.signatures[microbatch])
+        return passed, {**known, **{name: made for of in passed.values() for name, made in of.record.items()}}
 
     def _round(self, work: StepWork, microbatch: int, known: UnitOutputs) -> dict[int, Passed]:
         """One round of all stages."""
@@ -124,29 +136,49 @@ class Rounds:
 
     def _pass(self, seat: Seat, work: StepWork, microbatch: int, known: UnitOutputs) -> Passed:
         """One round of one stage."""
-        skips, handed, inputs = self._open_straight is not None, _Handed({}, known), dict[Place, Tensor]()
-        if seat.arrival is not None:
-            handed, inputs = _take(seat.arrival, work.training)
-        key = self.cut.streams.begin(work.batch, microbatch)
-        run = StageRun(
-            self.cut, seat.stage, microbatch, key, inputs, handed.known, learn=True, again=True,
-            keep=[] if skips else None, going=Going(finding=True), made_for=handed.made_for,
-        )  # fmt: skip
+        handed = self.take(seat, known, work.training)
+        run = self.begin(seat, handed, self.cut.streams.begin(work.batch, microbatch), microbatch)
         stopped = _go_as_far(run, work.steps[microbatch])
         _refuse_undescribable(run)
-        tensors = {
-            place: leaf for place, leaf in (run.outputs or {}).items()
-            if isinstance(leaf, Tensor) and (skips or isinstance(place, int))
-        }  # fmt: skip
-        values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
-        if seat.departure is not None:
-            after = _Handed(values, {**handed.known, **(run.record or {})}, tuple(run.wanted_for))
-            _hand(seat.departure, after, tensors)
-        going = Going(run.exits, run.after_exit if skips else 0)
+        values = self.hand(seat, run, handed)
+        going = Going(run.exits, run.after_exit if self._skips else 0)
         return Passed(
             run.record or {}, values, going, run.needed or (), run.wanted, run.wanted_for,
             frozenset(run.by_position), run.has_ended, stopped or run.doubt,
         )  # fmt: skip
+
+    @property
+    def _skips(self) -> bool:
+        return self._open_straight is not None
+
+    def take(self, seat: Seat, known: UnitOutputs, grad: bool) -> Handed:
+        """What the stage before hands on; `known`: what is known of units' results before."""
+        return Handed({}, known) if seat.arrival is None else _take(seat.arrival, grad)
+
+    def begin(self, seat: Seat, handed: Handed, key: int, microbatch: int = 0) -> StageRun:
+        """A run of a stage with what was handed to it, as far as the step goes."""
+        return StageRun(
+            self.cut, seat.stage, microbatch, key, handed.inputs, handed.known, learn=True, again=True,
+            keep=[] if self._skips else None, going=Going(finding=True), made_for=handed.made_for,
+        )  # fmt: skip
+
+    def hand_void(self, seat: Seat) -> None:
+        """Tell the next stage that nothing comes."""
+        if seat.departure is not None:
+            seat.departure.forward.send_object(Handed({}, {}, is_void=True))
+
+    def hand(self, seat: Seat, run: StageRun, handed: Handed) -> Values:
+        """Send all that a run can hand on to the next stage; returns what is said of it."""
+        tensors = {
+            place: leaf for place, leaf in (run.outputs or {}).items()
+            if isinstance(leaf, Tensor) and (self._skips or isinstance(place, int))
+        }  # fmt: skip
+        values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
+        if seat.departure is not None:
+            after = Handed(values, {**handed.known, **(run.record or {})}, tuple(run.wanted_for))
+            seat.departure.forward.send_object(after)
+            seat.departure.forward.send(list(tensors.values()), [meta for meta, _ in values.values()])
+        return values
 
     def _refuse(self, passed: Mapping[int, Passed], microbatch: int) -> None:
         """No stage came further than in the round before."""
@@ -173,7 +205,8 @@ class Rounds:
                     boundary.give(signature, contract)
 
     @contextmanager
-    def _without_graphs(self) -> Iterator[None]:
+    def without_graphs(self) -> Iterator[None]:
+        """Inside, blocks run as they are."""
         graphs = self.cut.graphs
         if graphs is None:
             yield
@@ -204,16 +237,11 @@ def _refuse_undescribable(run: StageRun) -> None:
         raise PhantomError(undescribable(run.stage, "the other stages", error)) from error
 
 
-def _hand(departure: Departure, handed: _Handed, tensors: Mapping[Place, Tensor]) -> None:
-    """Send, with a description, all that a stage can hand on."""
-    departure.forward.send_object(handed)
-    departure.forward.send(list(tensors.values()), [meta for meta, _ in handed.values.values()])
-
-
-def _take(arrival: Arrival, grad: bool) -> tuple[_Handed, dict[Place, Tensor]]:
+def _take(arrival: Arrival, grad: bool) -> Handed:
     """Receive what the stage before can hand on."""
     what = f"stage {arrival.source} to go through a step whose calls are not known yet"
-    handed = arrival.forward.receive_object(what)
+    handed: Handed = arrival.forward.receive_object(what)
     contract = Contract(handed.values, {})
     received = arrival.forward.post(contract.metas(contract.travelling()), what).wait()
-    return handed, Inbox.of([(contract, received)], grad).values
+    handed.inputs = Inbox.of([(contract, received)], grad).values
+    return handed

@@ -82,6 +82,11 @@ class RunState:
         self._first_block = cut.layout.bounds[stage]
 
     @property
+    def inputs(self) -> Mapping[Place, Tensor]:
+        """What came in."""
+        return self._goods.inputs
+
+    @property
     def needed(self) -> tuple[int, ...] | None:
         """Positions of the arguments that were Phantoms at the first block, in order; None before it is reached."""
         return self._entry.needed

@@ -24,7 +24,7 @@ from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.held import Held
 from lightning_parallel.pipeline.receiving import Receiving
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage import CalledAgain, StageRun, UnitOutputs
+from lightning_parallel.pipeline.stage import CalledAgain, StageRun
 from lightning_parallel.pipeline.work import StepWork
 
 
@@ -41,7 +41,6 @@ class Seat(Receiving):
 
     Attributes:
         run_type: how the step is run as this stage.
-        keep_received: keep copies in `received` of what comes in for each micro-batch of a step (for `check_loss`).
     """
 
     run_type = StageRun
@@ -57,8 +56,6 @@ class Seat(Receiving):
     ) -> None:
         super().__init__(stage, arrival, departure, replica)
         self.cut, self.skips = cut, skips
-        self.keep_received = False
-        self.received: dict[int, tuple[dict[Place, Tensor], UnitOutputs]] = {}
         self._waiting: dict[int, Deferred] = {}
 
     @property
@@ -68,7 +65,7 @@ class Seat(Receiving):
 
     def clear(self) -> None:
         """Forget the step before."""
-        for kept in (self._held, self._waiting, self._posted, self.received):
+        for kept in (self._held, self._waiting, self._posted):
             kept.clear()
 
     def forget(self, training: bool) -> None:
@@ -111,8 +108,6 @@ class Seat(Receiving):
         contract, values = held.came[0][1] if held.came else ahead, held.inbox.values
         units = {} if contract is None else contract.units
         going = ONCE if ahead is None else ahead.going
-        if self.keep_received:
-            self.received[microbatch] = (_copied(values), units)
         if held.again:  # the first run may write into what came in
             values = _copied(values)
         key = self.cut.streams.begin(work.batch, microbatch)

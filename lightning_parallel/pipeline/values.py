@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in, with_values
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf, Recipe, version_of
@@ -29,9 +30,26 @@ class TensorMeta:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Packed:
+    """What is said of a `PackedSequence`, whose class takes tensors alone."""
+
+    fields: tuple[Any, ...]
+
+
 def describe(tree: Any) -> Any:
     """Replace every tensor in a structure by its `TensorMeta`."""
-    return tree_map_only(Tensor, lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), tree)
+
+    def say(x: Any) -> Any:
+        if isinstance(x, PackedSequence):
+            return Packed(tuple(say(field) for field in x))
+        return TensorMeta(tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, Tensor) else x
+
+    return tree_map(say, tree, is_leaf=_is_packed)
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, PackedSequence)
 
 
 def summon(tree: Any, device: torch.device, origin: str, unit: str | None = None) -> Any:
@@ -43,6 +61,8 @@ def summon(tree: Any, device: torch.device, origin: str, unit: str | None = None
     numbers = count()
 
     def make(x: Any) -> Any:
+        if isinstance(x, Packed):
+            return tuple.__new__(PackedSequence, tuple(make(field) for field in x.fields))
         if not isinstance(x, TensorMeta):
             return x
         phantom = Phantom(_meta_like(x), device, origin)

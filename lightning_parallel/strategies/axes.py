@@ -40,6 +40,10 @@ class MeshAxes(MeshCollectives):
         raise NotImplementedError
 
     @property
+    def is_connected(self) -> bool:
+        return self._mesh is not None
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh; it exists once the processes are connected."""
         if self._mesh is None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
+_TRAINED = ("_lightning_module", "_model", "_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 StartMethod = Literal["popen", "fork", "spawn"]
 
 
@@ -82,6 +83,7 @@ class MeshStrategy(SavesAfterFailure):
         self.start_method, self.timeout, self.patience = start_method, timeout, patience
         self.num_nodes = 1
         self.watch: Watch | None = None
+        self._at_rest: dict[str, Any] | None = None  # attributes before the first run
         self._restore_sigterm = Restore()
         self._read_shown: Callable[[bool], None] = _reads_nothing
 
@@ -114,7 +116,18 @@ class MeshStrategy(SavesAfterFailure):
 
     def connect(self, model: LightningModule) -> None:
         refuse_lazy(model, type(self).__name__)
+        if self._at_rest is None:
+            self._at_rest = dict(vars(self))
         super().connect(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the strategy as it was before its first run, with what it has trained, but for
+        a run that is under way (which has threads, sockets, groups and parts of a model)."""
+        state: dict[str, Any] = super().__getstate__()
+        if self._at_rest is None:
+            return state
+        trained = () if self.is_connected else _TRAINED
+        return {**self._at_rest, **{name: value for name, value in state.items() if name in trained}}
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -27,6 +27,11 @@ class MeshCollectives(ParallelStrategy):
 
     _barriers: Any = None  # the group of barriers; None is the default one
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks of a run are connected."""
+        raise NotImplementedError
+
     def axis_size(self, axis: str) -> int:
         """Number of ranks along an axis."""
         raise NotImplementedError
@@ -74,7 +79,10 @@ class MeshCollectives(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value."""
+        """Reduce over ranks that saw different rows: the data axis. Ranks of one model copy hold the same value. Before
+        and after a run there is this process alone."""
+        if not self.is_connected:
+            return tensor
         if group is None and self.axis_size("data") == 1:
             return tensor
         group = self.group("data") if group is None else group
@@ -84,7 +92,10 @@ class MeshCollectives(ParallelStrategy):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axis; a single model copy gives its tensor back, as one process does."""
+        """Gather over the data axis; a single model copy gives its tensor back, as one process does, and so does a
+        process before and after a run."""
+        if not self.is_connected:
+            return tensor
         group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes
         if group is None and self.axis_size("data") == 1:
             return tensor

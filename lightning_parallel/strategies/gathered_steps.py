@@ -6,9 +6,8 @@ micro-batch lets the engine's actions ask for them, and its first of a kind find
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from lightning_parallel.pipeline import microbatch
@@ -31,15 +30,15 @@ class GatheredSteps(DividedCheckpoints):
         self._learnt: set[str] = set()  # kinds of steps of which it is known how they use blocks
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        with self._gathered("training", batch):
+        with self._gathered("training", batch, args):
             return super().training_step(batch, *args)
 
     def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        with self._gathered(kind, batch):
+        with self._gathered(kind, batch, args):
             return super()._evaluate(kind, batch, args)
 
     @contextmanager
-    def _gathered(self, kind: str, batch: Any) -> Iterator[None]:
+    def _gathered(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Iterator[None]:
         """Around a step of stage 3: parameters are whole inside, or while an action runs.
 
         What gathers once keeps parameters from the first batch of an evaluation to its end, since copies may have
@@ -58,7 +57,7 @@ class GatheredSteps(DividedCheckpoints):
             yield
             return
         self._evaluates = not training
-        whole = states.begin(0, True) if once else self._begin_by_block(states, kind, batch)
+        whole = states.begin(0, True) if once else self._begin_by_block(states, kind, batch, args)
         if not once and kind not in self._learnt:
             self._learnt.add(kind)
             with states.windows.learning(states.agree):
@@ -67,11 +66,15 @@ class GatheredSteps(DividedCheckpoints):
         with states.windows.whole() if whole else nullcontext():
             yield
 
-    def _begin_by_block(self, states: StageStates, kind: str, batch: Any) -> bool:
+    def _begin_by_block(self, states: StageStates, kind: str, batch: Any, args: tuple[Any, ...]) -> bool:
         """All copies begin a step; whether its parameters have to be whole as long as it runs."""
-        sizes = self._sizes(batch)
-        parts = partial(microbatch.split, batch, sizes)
-        return states.begin(len(sizes), self.repeats.may_repeat(kind, lambda: self.pipeline.signatures(kind, parts())))
+        sizes, memory = self._sizes(batch), self.memory_of(kind, args)
+
+        def signatures() -> list[Hashable]:
+            found = memory.cutting(batch, sum(sizes)) if len(sizes) > 1 else None
+            return self.pipeline.signatures(kind, microbatch.split(batch, sizes, memory.fields, found))
+
+        return states.begin(len(sizes), self.repeats.may_repeat(kind, signatures))
 
     def _is_first_batch(self, training: bool) -> bool:
         assert self.lightning_module is not None

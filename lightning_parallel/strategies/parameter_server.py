@@ -88,7 +88,6 @@ class ParameterServerStrategy(ServerStates):
         start_method: StartMethod = "fork",
         **kwargs: Any,
     ) -> None:
-        refuse_missing()
         super().__init__(start_method=start_method, **kwargs)
         counts = {"num_servers": num_servers, "replication": replication, "n_push": n_push, "n_fetch": n_fetch}
         right = isinstance(update, Update) or update in ("server", "worker")
@@ -119,6 +118,7 @@ class ParameterServerStrategy(ServerStates):
                 " portions of a step are given to single workers that are there from the start. Use restarts=0 and"
                 " island_size=1."
             )
+        refuse_missing()
         self.restarts, self.island_size, self.server_nodes = restarts, island_size, server_nodes
 
     def _configure_launcher(self) -> None:

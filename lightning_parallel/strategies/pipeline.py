@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
+from lightning_parallel.pipeline.batch_fields import BatchFields, FieldKind, FieldMemory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
 from lightning_parallel.pipeline.memoryless import without_memory
@@ -33,11 +34,13 @@ from lightning_parallel.strategies.pipeline_arguments import LossWeight, refuse_
 from lightning_parallel.strategies.pipeline_building import PipelineBuilding
 from lightning_parallel.trainer.directions import Directions
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
+from lightning_parallel.trainer.late_restore import LateRestore
 from lightning_parallel.trainer.log_spreader import LogSpreader
 from lightning_parallel.trainer.loss_scale import LossScale
 from lightning_parallel.trainer.metrics import StepMetrics
 from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
-from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_unsupported
+from lightning_parallel.trainer.prediction_writers import hold_writers, let_writers_go
+from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_saving_pretrained, refuse_unsupported
 from lightning_parallel.trainer.repeats import Repeats
 
 if TYPE_CHECKING:
@@ -65,8 +68,14 @@ class PipelineStrategy(PipelineBuilding):
         stages: {module name: stage} for modules outside the blocks that the order of registration places wrongly.
         loss_weight: weight of a micro-batch in the loss and in logged means; default its rows.
         memory_limit: bytes of activations that a rank may hold, for schedule="auto".
-        check_loss: compare the first batch's loss, whole against micro-batches, and raise if they differ; warn of
-            logged numbers that do, and raise if a micro-batch reads tensors that another left in attributes.
+        check_loss: compare what every stage makes of the first batch (of training, of validation, ...) with what it
+            makes of its micro-batches, and raise if they differ; warn of logged numbers that do, and raise if a
+            micro-batch reads tensors that another left in attributes. What goes whole to every micro-batch without
+            being declared in `batch_fields` has to be the same in all batches.
+        batch_fields: {name: "rows" or "whole"}: what a field of the batch is that its shape does not tell. "rows" has
+            one entry a row, or as many for every row, row by row; "whole" means the same to any rows and goes whole to
+            every micro-batch. A name is a key, a position in a tuple or an attribute, nested ones joined by dots
+            ("inputs.mask", "1"). Default: what has as many entries as the batch has rows is cut, the rest is whole.
         dynamic_shapes: agree on every transfer anew, for models whose shapes do not follow from the batch's. A step may
             then call the model once.
         skip_connections: let a stage use what any earlier stage's block returned (U-Nets, encoder-decoders, losses on
@@ -106,6 +115,7 @@ class PipelineStrategy(PipelineBuilding):
         loss_weight: LossWeight | None = None,
         memory_limit: float | None = None,
         check_loss: bool = True,
+        batch_fields: Mapping[str, FieldKind] | None = None,
         dynamic_shapes: bool = False,
         skip_connections: bool = False,
         receive_ahead: int | None = None,
@@ -126,14 +136,16 @@ class PipelineStrategy(PipelineBuilding):
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
         self.slices = slices
-        refuse_pipeline_arguments(self, schedule)
+        refuse_pipeline_arguments(self, schedule, batch_fields)
         self.schedule = read_schedule(schedule, num_microbatches)
         self._refuse_slices()
+        self.batch_fields = BatchFields(batch_fields)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._loss_checked = False
+        self._forget_comparisons()
         self._metrics: StepMetrics | None = None
         self._loss_scale: LossScale | None = None
         self.stats: PipelineStats | None = None
+        self._restore: LateRestore | None = None
 
     def axes(self) -> Mapping[str, int]:
         if self.data_parallel_size == 1:
@@ -148,9 +160,10 @@ class PipelineStrategy(PipelineBuilding):
         with without_memory() if self.num_ranks > 1 else nullcontext():
             yield
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        self._restore = LateRestore(self.lightning_module.trainer)
+        super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -174,6 +187,11 @@ class PipelineStrategy(PipelineBuilding):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         if self.lightning_module.example_input_array is not None:
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
+        hold_writers(trainer, self.at_loss)
+        if self.num_ranks > 1:
+            refuse_saving_pretrained(self.lightning_module)
+        assert self._restore is not None
+        self._restore()
 
     def _prepare_steps(self, module: LightningModule) -> None:
         """What goes along with the steps of the pipeline, which is assembled."""
@@ -189,7 +207,13 @@ class PipelineStrategy(PipelineBuilding):
         self.repeats = Repeats(module, pipeline, self.metrics, possible=not self.dynamic_shapes)
         self._loss_scale = LossScale(self.precision_plugin, self._sum_over_parts, self.root_device)
         self.spreader = LogSpreader(pipeline, self.metrics.hear)
+        self._forget_comparisons()
+
+    def _forget_comparisons(self) -> None:
+        """No step was compared with the whole batch yet."""
         self._loss_checked = False
+        self.compared: set[str] = set()
+        self._memories: dict[tuple[str, int], FieldMemory] = {}
 
     def _set_up_states(self, trainer: Trainer) -> None:
         """Optimizers, where there is training, and what the precision needs."""
@@ -218,6 +242,10 @@ class PipelineStrategy(PipelineBuilding):
         for replaced in ("clip_grad_by_norm", "forward_context"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
+        if self._restore is not None:
+            self._restore.end()
+        if self.lightning_module is not None:
+            let_writers_go(self.lightning_module.trainer)
         if self._loss_scale is not None:
             self._loss_scale.release()
         if self._metrics is not None:

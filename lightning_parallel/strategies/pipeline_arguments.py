@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
 
+from lightning_parallel.pipeline.batch_fields import KINDS
 from lightning_parallel.pipeline.cut import Recompute
 from lightning_parallel.pipeline.partition import PARTITIONS
 from lightning_parallel.pipeline.schedule import Schedule
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
-def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path | Schedule) -> None:
-    """Raise for the first of a strategy's attributes that is not right, or for what was given as its schedule."""
-    given = SimpleNamespace(**{**vars(strategy), "schedule": schedule})
+def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path | Schedule, batch_fields: Any) -> None:
+    """Raise for the first of a strategy's attributes that is not right, or for what was given as its schedule or its
+    `batch_fields`."""
+    given = SimpleNamespace(**{**vars(strategy), "schedule": schedule, "batch_fields": batch_fields})
     refuse_arguments(
         strategy, **{name: (getattr(given, name), right(given), needed) for name, (right, needed) in _RULES.items()}
     )
@@ -33,6 +35,12 @@ def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path |
 
 def _are_stages(stages: Any) -> bool:
     return isinstance(stages, Mapping) and all(isinstance(stage, int) for stage in stages.values())
+
+
+def _are_fields(fields: Any) -> bool:
+    return isinstance(fields, Mapping) and all(
+        isinstance(name, (str, int)) and kind in KINDS for name, kind in fields.items()
+    )
 
 
 def _are_slices(slices: Any) -> bool:
@@ -65,6 +73,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'a number of bytes above 0, with schedule="auto"',
     ),
     "check_loss": (lambda x: isinstance(x.check_loss, bool), "True or False"),
+    "batch_fields": (
+        lambda x: x.batch_fields is None or _are_fields(x.batch_fields),
+        'a mapping of names of fields to "rows" or "whole"',
+    ),
     "dynamic_shapes": (lambda x: isinstance(x.dynamic_shapes, bool), "True or False"),
     "skip_connections": (_may_skip, "True or False, and False with dynamic_shapes=True"),
     "receive_ahead": (

@@ -6,16 +6,18 @@ compared between ranks now and then is compared around it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory, named_leaves
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.batch_rows import count_rows
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.replica_check import buffers_unchanged
@@ -44,7 +46,10 @@ class PipelineSteps(PipelineGradients):
     spreader: LogSpreader
     stats: PipelineStats | None
     _batch_norm: DeferredBatchNorm
+    batch_fields: BatchFields
+    compared: set[str]  # kinds of steps of which one was compared with the whole batch
     _loss_checked: bool
+    _memories: dict[tuple[str, int], FieldMemory]
     _loss_scale: LossScale | None
     _metrics: StepMetrics | None
     _weights_of_step: list[int] | None = None
@@ -64,12 +69,31 @@ class PipelineSteps(PipelineGradients):
 
     def _train(self, batch: Any, args: tuple[Any, ...]) -> Any:
         sizes = self._sizes(batch)
+        self._warn_of_sizes(batch, sizes)
         keep = not self._will_be_zeroed()
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
         self._weights_of_step = self._fingerprint()
         return output
+
+    def _warn_of_sizes(self, batch: Any, sizes: list[int]) -> None:
+        """Once, before the first batch: what follows from how it is cut, and names of fields that it has not."""
+        if self._loss_checked or self.global_rank != 0:
+            return
+        if self.num_microbatches is not None and len(sizes) < self.num_microbatches:
+            rank_zero_info(
+                f"{type(self).__name__}(num_microbatches={self.num_microbatches}) got a first batch of {sum(sizes)}"
+                f" rows and runs it as {len(sizes)} micro-batches. Use larger batches for the schedule's full bubble."
+            )
+        if norms := self._batch_norm.says(sizes):
+            warnings.warn(norms, stacklevel=2)
+        if unknown := self.batch_fields.unknown(batch):
+            names = sorted({".".join(name) for name, _ in named_leaves(batch)})
+            warnings.warn(
+                f"batch_fields names {unknown}, which the first training batch does not have; its fields are {names}.",
+                stacklevel=2,
+            )
 
     def _replicas_compared(self) -> AbstractContextManager[None]:
         """At batches 0, 1, 2, 4, 8, ...: are replicas still equal, and does a step leave buffers to its end?"""
@@ -152,12 +176,32 @@ class PipelineSteps(PipelineGradients):
     on_validation_end = on_test_end = _check_last_logged
 
     def _sizes(self, batch: Any) -> list[int]:
-        return microbatch.row_sizes(count_rows(batch), self._default_microbatches())
+        """Rows of each micro-batch. A batch that is not cut needs no rows that can be counted."""
+        count = self._default_microbatches()
+        try:
+            return microbatch.row_sizes(self.batch_fields.count_rows(batch), count)
+        except ValueError:
+            if count > 1 and self.num_stages > 1:
+                raise
+            return [1]
 
-    def wants_loss_check(self, step: TrainerStep) -> bool:
-        """Whether this step's loss and logged numbers are compared with those of the whole batch: the first training
-        step's."""
-        return self.check_loss and step.training and not self._loss_checked and len(step.sizes) > 1
+    def memory_of(self, kind: str, args: tuple[Any, ...]) -> FieldMemory:
+        """What is known of the fields of batches of one kind (and of one loader of it)."""
+        loader = next((arg for arg in args[1:2] if isinstance(arg, int)), 0)
+        return self._memories.setdefault((kind, loader), FieldMemory(self.batch_fields))
+
+    def wants_comparison(self, step: TrainerStep) -> bool:
+        """Whether this step's stages are compared on micro-batches and on the whole batch: the first of its kind, and
+        where fields of the batch go whole to every micro-batch that were others before.
+
+        Raises:
+            ValueError: it cannot be told what a field is.
+        """
+        if not self.check_loss or len(step.sizes) == 1:
+            return False
+        first = step.kind not in self.compared
+        new = step.memory.look(step.batch, step.cutting, sum(step.sizes))
+        return (first or new) and (self.windows is None or self.windows.is_held)
 
     def marks(self, schedule: Schedule, training: bool) -> Marks:
         """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""

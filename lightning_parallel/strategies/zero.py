@@ -48,7 +48,7 @@ class ZeROStrategy(ZeRODivision):
     Args:
         stage: 1 divides optimizer states, 2 gradients too, 3 parameters too.
         engine: "native" for stages 1 and 2, flat buckets of this library; "fsdp2" for stages 2 and 3, PyTorch's
-            `fully_shard`; "deepspeed" for all three (`pip install lightning-parallel[deepspeed]`). Default is native
+            `fully_shard`; "deepspeed" for all three (`pip install deepspeed`). Default is native
             where it can.
         bucket_mb: native, deepspeed: megabytes of gradients that are reduced at a time.
         blocks: fsdp2: what is gathered at a time: "auto" (what lies in the outermost lists of modules), the name of a

@@ -165,7 +165,7 @@ def refuse_steps(trainer: Trainer, name: str) -> None:
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} evaluates Lightning's closure on portions of a step's rows, and manual optimization has a closure"
-            " of its own. Set self.automatic_optimization = True."
+            " of its own. Set self.automatic_optimization = True, or use ZeROStrategy(stage=2), which runs it as it is."
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(

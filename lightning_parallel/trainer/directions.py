@@ -34,14 +34,12 @@ class Share:
         results: what the step returned, by micro-batch.
         notes: of `self.log`, in order.
         updates: of metrics, in order.
-        received: what came in at the last stage by micro-batch, where the loss is going to be checked.
         is_void: nothing came of the step.
     """
 
     results: Mapping[int, Any]
     notes: list[Note] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
-    received: Mapping[int, Any] = field(default_factory=dict)
     is_void: bool = False
 
 

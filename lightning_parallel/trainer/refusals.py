@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 
+_EVALUATIONS = {
+    TrainerFn.FITTING: "validation_step", TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}  # fmt: skip
+
+
 def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     """Raise for what a pipeline cannot run as the module is written.
 
@@ -30,6 +36,8 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     if not isinstance(module, LightningModule):
         raise TypeError(f"{name} got a {type(module)}, it needs a lightning.pytorch.LightningModule.")
     _refuse_batch_size_finder(trainer, name)
+    if trainer.state.fn in _EVALUATIONS:
+        _refuse_iterators(module, name, _EVALUATIONS[trainer.state.fn])
     if trainer.state.fn != TrainerFn.FITTING:
         return
     refuse_synchronised_norms(
@@ -37,7 +45,8 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     )
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} runs a step's backwards inside its schedule and cannot run manual optimization. Set"
+            f"{name} runs a step's backwards inside its schedule and cannot run manual optimization. With several"
+            " optimizers (a GAN) use ZeROStrategy(stage=2), which runs the step as it is; with one, set"
             " self.automatic_optimization = True and move what follows the loss into hooks."
         )
     hooked = [name for name, p in module.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
@@ -59,10 +68,7 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             "A logger with log_graph=True traces the whole model, of which a process holds one stage under"
             f" {name}. Leave log_graph out, and log the graph in one process."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
-            f"{name} cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the batch."
-        )
+    _refuse_iterators(module, name, "training_step")
 
 
 def refuse_optimizers(strategy: Strategy) -> None:
@@ -95,6 +101,28 @@ def refuse_synchronised_norms(strategy: Strategy, what: str, instead: str) -> No
         raise ValueError(
             f"Trainer(sync_batchnorm=True) has no effect with {type(strategy).__name__}, whose batch norm `{norms[0]}`"
             f" {what}. Leave it out, and where a norm has to see more rows use {instead} (GroupNorm, LayerNorm)."
+        )
+
+
+def refuse_saving_pretrained(module: LightningModule) -> None:
+    """Have models of `transformers` say in words what `save_pretrained` cannot write where a rank holds a stage."""
+    for part in module.modules():
+        if callable(getattr(part, "save_pretrained", None)):
+            part.__dict__["save_pretrained"] = _says_how_to_save
+
+
+def _says_how_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "save_pretrained would write this rank's stage of the model alone. Call trainer.save_checkpoint(path) on every"
+        ' rank, and in one process module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
+    )
+
+
+def _refuse_iterators(module: LightningModule, name: str, step: str) -> None:
+    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{name} hands every rank the batch and cuts it into micro-batches: it cannot run {step}(dataloader_iter)."
+            f" Write {step}(self, batch, batch_idx)."
         )
 
 

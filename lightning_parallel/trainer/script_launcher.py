@@ -55,6 +55,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         alone = self.num_processes * self.num_nodes == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
+            refuse_no_script(type(self._strategy).__name__)
             port, _family.reserved = main_port(self.cluster_environment)
             os.environ["MASTER_PORT"] = str(port)
             os.environ[_PARENT] = str(os.getpid())
@@ -82,6 +83,20 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def joined(self, watch: Watch) -> None:
         """The ranks are connected: from here on the watch finds out who is gone, helped by what the launcher knows."""
         _family.joined(watch)
+
+
+def refuse_no_script(name: str) -> None:
+    """Raise where there is no script to run once more: it came from the standard input or as `python -c`.
+
+    Raises:
+        ValueError: naming what starts ranks then.
+    """
+    if sys.argv[:1] in (["-"], ["-c"], [""]) or not sys.argv:
+        source = {"-": "the standard input", "-c": "the command line (python -c)"}.get((sys.argv or [""])[0], "no file")
+        raise ValueError(
+            f'{name}(start_method="popen") runs the script once more for every other rank, and this one came from'
+            f' {source}. Use {name}(start_method="fork"), or write it to a file.'
+        )
 
 
 class _Family:

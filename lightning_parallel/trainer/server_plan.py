@@ -100,7 +100,10 @@ class Plan:
 
     def __init__(self, wishes: Wishes, optimizers: Sequence[Optimizer], num_workers: int, name: str) -> None:
         if len(optimizers) != 1:
-            raise ValueError(f"{name} got {len(optimizers)} optimizers, but a clock is one optimizer's step. Use one.")
+            raise ValueError(
+                f"{name} got {len(optimizers)} optimizers, but a clock is one optimizer's step. Use one,"
+                " or ZeROStrategy(stage=2), which runs several (a GAN) with manual optimization as they are."
+            )
         if type(optimizers[0]).__name__ == "_MockOptimizer":  # Lightning's
             raise ValueError(
                 f"{name} has the servers make an optimizer's steps, and configure_optimizers returned None. Return an"

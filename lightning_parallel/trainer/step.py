@@ -7,6 +7,7 @@ and the strategy nothing of micro-batches.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.batch_fields import Cutting, Name, named_leaves
+from lightning_parallel.pipeline.batch_rows import map_named
+from lightning_parallel.pipeline.loss_check import LossCheck, Told
+from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.stage_check import Change, Fields, Rounding, StageCheck
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.batch_numbers import batch_index, batch_number
 from lightning_parallel.trainer.carried_state import CarriedState
@@ -48,7 +53,9 @@ class TrainerStep:
         self.training, self.module = kind == "training", strategy.lightning_module
         self.at_loss, self.ends = strategy.at_loss, strategy.pipeline.ends_steps
         self.index = batch_index(self.module, self.training)
-        self.parts = microbatch.split(batch, sizes)
+        self.memory = strategy.memory_of(kind, args)
+        self.cutting = self.memory.cutting(batch, sum(sizes)) if len(sizes) > 1 else Cutting()
+        self.parts = microbatch.split(batch, sizes, self.memory.fields, self.cutting)
         self.weights = weigh(self.parts, sizes, strategy.loss_weight)
         self.signatures = strategy.pipeline.signatures(kind, self.parts)
         self.schedule = strategy.schedule_of(self.signatures, self.training)
@@ -57,9 +64,9 @@ class TrainerStep:
         self.output: Any = None
         self.loss: Tensor | None = None
         self.calls: list[LogCall] = []
-        self.received: dict[int, Any] = {}
         self._work: StepWork | None = None
         self._carried: CarriedState | None = None
+        self._explaining = False
 
     def work(self) -> StepWork:
         """What the engine is asked to do."""
@@ -94,10 +101,8 @@ class TrainerStep:
     def run(self) -> Any:
         """Run the step on all micro-batches; returns what the Trainer gets for the batch on this rank."""
         pipeline, engine = self.strategy.pipeline, self.strategy.pipeline.engine
-        check = self.strategy.wants_loss_check(self)
-        for seat in engine.loss_seats:
-            seat.keep_received = check
-        self._carried = CarriedState(self.module) if check else None
+        check = self.strategy.wants_comparison(self)
+        self._carried = CarriedState(self.module) if check and self.training else None
         work = self.work()
         with self.metrics.step():
             with StepLog(self.module, self.ends, self.metrics, self.training, silent=True).recording():
@@ -109,10 +114,12 @@ class TrainerStep:
                 self._carried = None
             if pipeline.both_ways:
                 self._join_directions(results)
+            check = check and not (work.may_begin_anew and any(pipeline.all_gather(work.is_void)))
             if work.may_begin_anew:
                 self._refuse_void(work)
-            if check and self.at_loss:
-                self._check_loss(work)
+            if check:
+                self._compare(work)
+                self.strategy.compared.add(self.kind)
         if self.kind == "predict":
             return microbatch.join(results, self.sizes, self.weights) if self.at_loss else None
         return self._finish(self.strategy.spreader)
@@ -159,7 +166,7 @@ class TrainerStep:
             return
         own = {number: results[number] for number in ended_on(self.schedule, self.strategy.pipeline.row)}
         assert self.metrics.replay is not None
-        directions.pack(Share(own, self.log.notes, self.metrics.replay.updates, self._received()))
+        directions.pack(Share(own, self.log.notes, self.metrics.replay.updates))
 
     def _join_directions(self, results: list[Any]) -> None:
         """After all actions: the rank of the loss takes what other ranks' micro-batches gave, and announces it."""
@@ -173,21 +180,14 @@ class TrainerStep:
         if self._is_void:
             return
         with directions.joining():
-            self.received = self._received()
             for share in shares:
                 for number, result in share.results.items():
                     results[number] = result
-                self.received |= share.received
             with self._precision():  # as the steps ran
                 self.log.take([note for share in shares for note in share.notes])
                 self.metrics.take([update for share in shares for update in share.updates])
             if self.kind != "predict":
                 self._announce(results)
-
-    def _received(self) -> dict[int, Any]:
-        """What came in at the last stage on this rank, where the loss is checked."""
-        seats = self.strategy.pipeline.engine.loss_seats
-        return {number: values for seat in seats for number, values in seat.received.items()}
 
     @property
     def _is_void(self) -> bool:
@@ -214,9 +214,40 @@ class TrainerStep:
             cut_short = self.ends and run is not None and not run.is_last
             carried = self._carried.watching(self.sizes[number]) if self._carried is not None else nullcontext()
             with self._precision(), self.metrics.untouched() if cut_short else nullcontext(), carried:
-                return method(part, *self.args)
+                try:
+                    return method(part, *self.args)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    if len(self.sizes) > 1 and not isinstance(error, PhantomError):
+                        self._explain(error, number)
+                    raise
 
         return step
+
+    def _explain(self, error: Exception, number: int) -> None:
+        """Raise what is wrong with the way in which the batch was cut, if an error comes from that.
+
+        Raises:
+            ValueError: a norm sees one row, or a field of the batch was cut that is none of rows.
+        """
+        rows, run = self.sizes[number], self.strategy.pipeline.cut.active
+        if "Expected more than 1 value per channel when training" in str(error):
+            most = max(1, sum(self.sizes) // 2)
+            raise ValueError(
+                f"{error}: micro-batch {number} has {rows} of the batch's {sum(self.sizes)} rows, and a batch norm"
+                f" needs 2. Use num_microbatches={most} or fewer (a batch of 2 rows for each), num_microbatches=1 for"
+                " statistics of the whole batch, or norms of single rows (GroupNorm, LayerNorm)."
+            ) from error
+        if run is None or self._explaining or self.kind in self.strategy.compared or not self.strategy.check_loss:
+            return
+        self._explaining = True
+        try:
+            check, fields = self._stage_check(CheckedLog(self.module, run.cut)), self._fields()
+            with self.metrics.untouched(), self.strategy.pipeline.streams.step():
+                said = check.explained(run, self._step_on(self.parts[number], number), number, fields)
+        finally:
+            self._explaining = False
+        if said:
+            raise ValueError(f"{type(error).__name__} in micro-batch {number}: {error}. {said}") from error
 
     def _seed(self, share: float | Tensor) -> Tensor:
         """What the backward of a micro-batch begins with."""
@@ -233,14 +264,51 @@ class TrainerStep:
         """The precision plugin's context for a step of this kind."""
         return getattr(self.strategy.precision_plugin, f"{_CONTEXTS[self.kind]}_step_context")()
 
-    def _check_loss(self, work: StepWork) -> None:
-        pipeline = self.strategy.pipeline
-        by_number = self.received or self._received()
-        received = [by_number[i] for i in range(len(self.sizes))]
-        whole = self._step_on(self.batch, 0)
-        log = CheckedLog(self.module, pipeline.cut)
-        with log.recording(), pipeline.streams.step():
-            check_loss(pipeline.cut, work.steps, whole, received, self.sizes, self.weights, loss_of, log.taken)
-        for seat in pipeline.engine.loss_seats:
-            seat.received.clear()
-        self.received = {}
+    def _compare(self, work: StepWork) -> None:
+        """Compare all stages on the micro-batches with all stages on the whole batch."""
+        pipeline, log = self.strategy.pipeline, CheckedLog(self.module, self.strategy.pipeline.cut)
+        check = self._stage_check(log)
+        with log.recording(), self.metrics.untouched(), pipeline.streams.step():
+            compared = check.compare(work, self._step_on(self.batch, 0), self.sizes, self._fields())
+        if not compared and self.at_loss:
+            warnings.warn(
+                "Could not compare the micro-batches with the whole batch (the device's memory does not suffice)."
+                " Micro-batches are weighted by rows: make sure that the loss is a mean over rows and that every row is"
+                " treated by itself, or let a smaller batch come first.",
+                stacklevel=2,
+            )
+
+    def _stage_check(self, log: CheckedLog) -> StageCheck:
+        pipeline, device = self.strategy.pipeline, self.strategy.root_device
+        with self._precision():
+            rounding = Rounding.of(self.module, device, torch.is_autocast_enabled(device.type))
+
+        def look(result: Any) -> Told:
+            loss = loss_of(result).detach().double() if self.training else None
+            return Told(loss, log.taken(), result if self.kind == "predict" else None)
+
+        judge = LossCheck(rounding, self.sizes, self.weights, look)
+        seats = [seat for (replica, _), seat in pipeline.engine.seats.items() if not replica]
+        return StageCheck(pipeline.rounds, seats, pipeline.all_gather, judge, rounding)
+
+    def _fields(self) -> Fields:
+        fields = self.memory.fields
+        declared = {
+            name: leaf
+            for name, leaf in named_leaves(self.batch)
+            if fields.kind(name) == "whole" and isinstance(leaf, (Tensor, list, tuple))
+            and not (isinstance(leaf, Tensor) and not leaf.dim())
+        }  # fmt: skip
+        return Fields(self.cutting, sum(self.sizes), self._changed, declared)
+
+    def _changed(self, name: Name, change: Change) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+        """The step on the micro-batches and on the whole batch where one field is another."""
+        rows, batch, entries = sum(self.sizes), self.batch, dict(self.cutting.entries)
+        if change == "empty":
+            batch = map_named(lambda leaf, of: torch.zeros_like(leaf) if of == name else leaf, batch)
+        elif change == "whole":
+            del entries[name]
+        else:
+            entries[name] = len(dict(named_leaves(batch))[name]) // rows
+        parts = microbatch.split(batch, self.sizes, self.memory.fields, Cutting(entries))
+        return [self._step_on(part, 0) for part in parts], self._step_on(batch, 0)

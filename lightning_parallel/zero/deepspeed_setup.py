@@ -151,7 +151,7 @@ def refuse_missing() -> None:
         ModuleNotFoundError: it is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ModuleNotFoundError("deepspeed is not installed: pip install lightning-parallel[deepspeed]")
+        raise ModuleNotFoundError("deepspeed is not installed: pip install deepspeed")
 
 
 _before: dict[str, str | None] = {}  # variables of the environment that are others for a run

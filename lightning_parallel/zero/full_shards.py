@@ -101,6 +101,7 @@ class ShardedEngine(ShardStates):
     def _shard(self, module: nn.Module) -> Sharding:
         options, cuda = self.options, self.device.type == "cuda"
         _refuse_hooks(module)
+        _refuse_scalars(module)
         broadcast_all([p.detach() for p in module.parameters() if not p.is_meta], None, 0)
         broadcast_together([b for b in module.buffers() if not b.is_meta], None, 0)
         if options.master:
@@ -260,6 +261,21 @@ class ShardedEngine(ShardStates):
                 owner.to(self.device)
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    """Raise for parameters without a dimension, as the temperature of CLIP.
+
+    Raises:
+        ValueError: naming what divides them.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f'engine="fsdp2" divides parameters along their first dimension, and `{name}` has none. Use'
+                " ZeROStrategy(stage=2), or HybridStrategy(zero_stage=3), which divides flat vectors, or give it one"
+                " dimension of length 1."
+            )
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -82,6 +82,11 @@ class Windows:
         self._begin_walk(stage, forward)
 
     @property
+    def is_held(self) -> bool:
+        """Whether all parameters are whole at the moment, whatever is asked for."""
+        return self._holds > 0
+
+    @property
     def is_walking(self) -> bool:
         """Whether blocks come and go at the moment."""
         return self._walk is not None

@@ -206,7 +206,6 @@ def test_blocks_that_inductor_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.rglob("*.so")), "inductor has compiled"
 
 
-@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
 def test_every_call_of_a_module_draws_numbers_of_its_own_on_any_layout():
     case = Case(CallsAgainAndDrops, row_loader, CUT)
     one, two, four = (on_stages(case, num_stages) for num_stages in (1, 2, 4))

@@ -274,7 +274,6 @@ class Seen(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
 def test_shuffled_rows_are_dealt_once_and_copies_begin_alike_and_drop_differently():
     case = Case(
         Seen,

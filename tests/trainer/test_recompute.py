@@ -40,7 +40,6 @@ def assert_same_bits(ours: Record, theirs: Record) -> None:
         torch.testing.assert_close(ours.weights[name], value, **close, msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_recomputed_is_not_recomputed_bit_by_bit(name: str, num_stages: int):

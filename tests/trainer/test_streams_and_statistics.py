@@ -43,7 +43,6 @@ def layouts(case: Case) -> list[Record]:
     return records
 
 
-@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
 @pytest.mark.parametrize("make_module", [lambda: Classifier(chain(4, lambda: nn.Dropout(0.3))), DropoutEverywhere])
 def test_random_numbers_do_not_depend_on_the_layout(make_module):
     # "auto" may find other blocks for four stages than for two; streams belong to modules that the cut knows.
@@ -73,7 +72,6 @@ class DropsTwice(Mlp):
         return F.cross_entropy(x, y)
 
 
-@pytest.mark.filterwarnings("ignore:Could not compare the micro-batches' loss")
 def test_a_dropout_module_that_is_called_twice_draws_two_masks():
     blocks = ["fc1", "fc2", "fc3", "fc4"]
     one, two, four = layouts(Case(DropsTwice, lambda: row_loader(SIZES), {"blocks": blocks}, validate=False))

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch_fields import Cutting
 from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.loss_check import check_loss
+from lightning_parallel.pipeline.loss_check import LossCheck, Told
 from lightning_parallel.pipeline.partition import lay_out
 from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.rounds import Rounds
+from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.seat import Seat
+from lightning_parallel.pipeline.stage_check import Fields, Rounding, StageCheck
+from lightning_parallel.pipeline.work import StepWork
 
 SIZES = [2, 2, 1]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -39,8 +46,18 @@ def check(
     parts = microbatch.split(batch, SIZES)
     steps = [lambda part=part: loss(model, *part) for part in parts]
     weights = weights or [size / 5 for size in SIZES]
-    check_loss(cut, steps, lambda: loss(model, *batch), [({}, {})] * 3, SIZES, weights, lambda output: output)
-    cut.release()
+    rounding = Rounding.of(model, cpu, autocast=False)
+    judge = LossCheck(rounding, SIZES, weights, lambda output: Told(output.detach().double(), {}))
+    seat, alone = Seat(cut, 0, None, None), lambda value: [value]
+    rounds = Rounds(cut, {(0, 0): seat}, alone, lambda error, action: error)
+    work = StepWork(Schedule.from_text("0F0 0F1 0F2"), steps, [0, 0, 1], 0)
+    try:
+        checks = StageCheck(rounds, [seat], alone, judge, rounding)
+        assert checks.compare(
+            work, lambda: loss(model, *batch), SIZES, Fields(Cutting(), 5, lambda name, change: ([], mean))
+        )
+    finally:
+        cut.release()
     return model
 
 
@@ -84,9 +101,18 @@ def test_the_right_weights_pass():
     check(lambda model, x, y: F.cross_entropy(model.net(x), y, reduction="sum"), weights=weights)
 
 
-def test_a_step_with_random_numbers_of_its_own_cannot_be_compared():
-    with pytest.warns(UserWarning, match=r"Could not compare .* \(the step draws random numbers outside its modules\)"):
-        check(lambda model, x, y: mean(model, x + torch.randn_like(x), y))
+def test_random_numbers_of_torch_are_held_still():
+    check(lambda model, x, y: mean(model, x + torch.randn_like(x), y))
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        check(lambda model, x, y: mean(model, x + torch.randn_like(x), y) * len(x))
+
+
+def test_a_step_with_random_numbers_of_others_cannot_be_compared():
+    def noisy(model: Model, x: Tensor, y: Tensor) -> Tensor:
+        return mean(model, x + torch.from_numpy(numpy.random.randn(*x.shape)).to(x.dtype), y)
+
+    with pytest.raises(ValueError, match=r"could not be compared with the whole batch: the step draws random numbers"):
+        check(noisy)
 
 
 def test_a_step_that_fails_on_the_joined_batch_cannot_be_compared():
@@ -95,6 +121,6 @@ def test_a_step_that_fails_on_the_joined_batch_cannot_be_compared():
             raise IndexError("too many rows")
         return mean(model, x, y)
 
-    message = r"\(the step fails on the joined batch: IndexError: too many rows\)\. Micro-batches are weighted by rows"
-    with pytest.warns(UserWarning, match=message):
+    message = r"the step fails on one of them \(IndexError: too many rows\)\. .* check_loss=False then skips"
+    with pytest.raises(ValueError, match=message):
         check(only_small)

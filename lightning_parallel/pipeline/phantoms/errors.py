@@ -5,6 +5,8 @@ The one idea: what is to be done depends on what it is that the step read: a val
 
 from __future__ import annotations
 
+import re
+
 from lightning_parallel.pipeline.callers import called_past_its_module
 from lightning_parallel.pipeline.phantoms.stand_in import StandIn
 
@@ -45,8 +47,14 @@ def unread(x: StandIn, what: str) -> str:
             f"The step uses {x.origin}, which this stage does not hold: {what}. Compute such a term from a module's own"
             " forward, tie the parameter to a module of this stage, or use the optimizer's weight_decay."
         )
+    routers = " A mixture of experts of transformers does without: output_router_logits=False."
+    if "packed_sequence" in what:
+        return (
+            f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pack, run the recurrent layer and"
+            " pad in the forward of one module, and let the step call that."
+        )
     return (
         f"The step reads {x.origin}, whose data this stage does not hold: {what}. Pass the value through the blocks"
         " (as an argument of the block where the stage begins), or choose blocks= so that producer and reader share a"
-        " stage."
+        f" stage.{routers if re.search(r'router|[.]gate`', x.origin) else ''}"
     )

@@ -46,8 +46,13 @@ class Phantom(StandIn):
         if func.__name__ in _READS_DATA:
             raise Unread(unread(leaves[0], f"`{func.__name__.strip('_')}` reads its data"))
         recipe = recipe_of(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            result = func(*args, **kwargs)
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "its data is not allocated" not in str(error):
+                raise
+            raise Unread(unread(leaves[0], f"`{func.__name__}` reads its data")) from error
         remember(recipe, leaves, result)
         return result
 

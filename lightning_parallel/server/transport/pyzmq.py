@@ -10,7 +10,7 @@ from typing import NoReturn
 __all__ = ["NOBLOCK", "RCVMORE", "SNDMORE", "refuse_missing", "zmq"]
 
 NOBLOCK, SNDMORE, RCVMORE = 1, 2, 13  # as in zmq.h; pyzmq's own are slow to calculate with
-_ADVICE = "pyzmq is not installed, over which parameter servers talk: pip install lightning-parallel[server]"
+_ADVICE = "pyzmq is not installed, over which parameter servers talk: pip install pyzmq"
 
 
 def refuse_missing() -> None:
