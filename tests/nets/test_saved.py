@@ -13,6 +13,9 @@ from tests.nets import saved
 from tests.nets.record import is_there
 from tests.nets.saved import SAVED, Found, Job
 
+# An older Lightning says so of what a newer one wrote.
+pytestmark = pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")
+
 CHEAP = [name for name, one in SAVED.items() if not one.slow]
 # What says who wrote a file and when.
 PASSING = ("pytorch-lightning_version",)
