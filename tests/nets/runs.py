@@ -26,7 +26,7 @@ STEPS = 3
 
 @dataclass
 class Run:
-    """What became of a run on one rank; weights and states of the optimizer, as digests, are rank 0's."""
+    """What became of a run on one rank; of a layout's weights and states of the optimizer (digests) rank 0 has all."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)

@@ -33,18 +33,26 @@ def path_of(name: str) -> Path:
 
 def made_of(name: str, runs: Sequence[Run]) -> dict[str, Any]:
     """What is written down of a layout's run, one `Run` a rank."""
-    first = runs[0]
     snapshot: dict[str, Any] = {
         "layout": name,
         "written with": versions(),
         "fingerprint": fingerprint(name),
         "losses": {f"rank {rank}": run.losses for rank, run in enumerate(runs)},
-        "weights": {key: digest(value) for key, value in first.weights.items()},
-        "optimizer": first.optimizer,
+        "weights": {key: digest(value) for key, value in _of_all(runs, "weights").items()},
+        "optimizer": _of_all(runs, "optimizer"),
     }
     if LAYOUTS[name].calls:
         snapshot["calls"] = packed([run.calls for run in runs])
     return snapshot
+
+
+def _of_all(runs: Sequence[Run], what: str) -> dict[str, Any]:
+    """What ranks hold, the first one's first: with sharded checkpoints each tells its part."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        for key, value in getattr(run, what).items():
+            found.setdefault(key, value)
+    return found
 
 
 def packed(ranks: Sequence[Parts]) -> dict[str, Any]:
@@ -157,10 +165,10 @@ def differences_of_bits(
     tolerance = LAYOUTS[name].tolerance
     if tolerance is None:
         return [], f"{name}: not compared, one process is not equal"
-    found = []
+    found, held = [], _of_all(runs, "weights")
     for key, value in one_process(name).weights.items():
         try:
-            torch.testing.assert_close(runs[0].weights[key], value, check_dtype=False, **tolerance)
+            torch.testing.assert_close(held[key], value, check_dtype=False, **tolerance)
         except (AssertionError, KeyError) as error:
             found.append(f"{name}: weights {key} beside one process: {error}")
     return found, f"{name}: beside one process within {dict(tolerance)}"
