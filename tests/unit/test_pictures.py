@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from lightning_parallel.measure.drawing import own_style
+from lightning_parallel.measure.drawing import own_style, save
 from lightning_parallel.measure.lanes import Transfer, joined
 from lightning_parallel.measure.memory import CATEGORIES, RankMemory
 from lightning_parallel.measure.memory_picture import draw_memory, memory_figure
@@ -278,7 +278,11 @@ def test_a_picture_is_the_same_whatever_the_user_set_and_leaves_that_as_it_is(tm
 
 
 def test_a_file_keeps_the_colours_of_the_palette_and_is_small(tmp_path):
-    draw_timelines(tmp_path / "a.png", [Panel("a", SPLIT.rows, lanes=TALK)])
+    with own_style():
+        figure = timeline_figure([Panel("a", SPLIT.rows, lanes=TALK)])
+        save(figure, tmp_path / "a.png")
+    drawn = numpy.asarray(figure.canvas.buffer_rgba())[:, :, :3] / 255
+    assert abs(imread(tmp_path / "a.png")[:, :, :3] - drawn).mean() < 1e-3  # the edges of letters too
     assert {channels(shade) for kind in "FIW" for shade in ACTIONS[kind]} <= colours_of(tmp_path / "a.png")
     assert channels(PAPER) in colours_of(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size < 60_000
