@@ -38,7 +38,7 @@ INSTEAD = {
     },
     "docs/meshes.md": {
         'accelerator="gpu", devices=4, num_nodes=2, max_steps=100': f'accelerator="cpu", devices=4, {FEW}',
-        "zero_stage=1)\n    trainer": 'zero_stage=1, start_method="fork")\n    trainer',
+        ", zero_stage=1)\n    trainer": ', start_method="fork")\n    trainer',
     },
     "docs/parameter_server.md": {
         "num_workers=2": "num_workers=1",
