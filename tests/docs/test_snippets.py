@@ -184,7 +184,9 @@ def test_command_runs(line: str, tmp_path, monkeypatch, parser):
         assert said.getvalue()
 
 
-@pytest.mark.parametrize("page", [*MARKDOWN, ROOT / "Makefile", *sorted((ROOT / "benchmarks").glob("*.py"))], ids=str)
+@pytest.mark.parametrize(
+    "page", [*MARKDOWN, ROOT / "Makefile", *sorted((ROOT / "benchmarks").glob("*.py"))], ids=lambda p: p.name
+)
 def test_scripts_have_the_flags_that_pages_give_them(page: Path):
     """`python SCRIPT --flag`: the script exists, and says the flag."""
     for line in commands(text_of(page), "python"):
