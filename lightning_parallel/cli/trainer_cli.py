@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -63,7 +64,8 @@ def run(arguments: list[str]) -> int:
 def parser() -> LightningArgumentParser:
     """What reads the options of ``fit``, and nothing runs: to check a file."""
     _teach_parsers()
-    with _as_arguments(["--model", "GPT"]):
+    with _as_arguments(["--model", "GPT"]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Lightning's calls of jsonargparse
         return _Reader(trainer_class=_Trainer, parser_class=_Parser, run=False, seed_everything_default=False).parser
 
 

@@ -38,7 +38,7 @@ INSTEAD = {
     },
     "docs/meshes.md": {
         'accelerator="gpu", devices=4, num_nodes=2, max_steps=100': f'accelerator="cpu", devices=4, {FEW}',
-        "zero_stage=1)\n    trainer": 'zero_stage=1, start_method="fork")\n    trainer',
+        ", zero_stage=1)\n    trainer": ', start_method="fork")\n    trainer',
     },
     "docs/parameter_server.md": {
         "num_workers=2": "num_workers=1",
@@ -184,7 +184,9 @@ def test_command_runs(line: str, tmp_path, monkeypatch, parser):
         assert said.getvalue()
 
 
-@pytest.mark.parametrize("page", [*MARKDOWN, ROOT / "Makefile", *sorted((ROOT / "benchmarks").glob("*.py"))], ids=str)
+@pytest.mark.parametrize(
+    "page", [*MARKDOWN, ROOT / "Makefile", *sorted((ROOT / "benchmarks").glob("*.py"))], ids=lambda p: p.name
+)
 def test_scripts_have_the_flags_that_pages_give_them(page: Path):
     """`python SCRIPT --flag`: the script exists, and says the flag."""
     for line in commands(text_of(page), "python"):
