@@ -40,6 +40,35 @@ def test_one_product_of_queries_keys_and_values_is_cut_by_the_heads_of_each(keys
     }
 
 
+class Says(nn.Module):
+    """A model that says itself how it is cut, by names within its base."""
+
+    base_model_prefix = "model"
+    config = SimpleNamespace(
+        base_model_tp_plan={
+            "layers.*.wide": "colwise",
+            "layers.*.back": "rowwise",
+            "layers.*.odd": "a_word_of_tomorrow",
+        }
+    )
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model if hasattr(self, "model") else self
+
+
+def test_what_a_model_says_of_itself_is_taken_where_no_names_are_known():
+    base, whole = Says(), Says()
+    base.layers = nn.ModuleList(
+        nn.ModuleDict({"wide": nn.Linear(8, 16), "back": nn.Linear(16, 8), "odd": nn.Linear(8, 8)}) for _ in range(2)
+    )
+    whole.model, whole.layers = base, nn.ModuleList([nn.ModuleDict({"wide": nn.Linear(8, 16)})])
+    words = {"wide": Style("colwise"), "back": Style("rowwise")}
+    inside = {f"layers.{i}.{name}": style for i in range(2) for name, style in words.items()}
+    assert find_plan(base, 2) == inside
+    assert find_plan(whole, 2) == {f"model.{name}": style for name, style in inside.items()}
+
+
 @pytest.mark.parametrize(
     ("words", "is_explained"),
     [
