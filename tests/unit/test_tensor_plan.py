@@ -40,6 +40,15 @@ def test_one_product_of_queries_keys_and_values_is_cut_by_the_heads_of_each(keys
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "is_cut"),
+    [({}, True), ({"add_zero_attn": True}, False), ({"add_bias_kv": True}, False), ({"kdim": 4, "vdim": 4}, False)],
+)
+def test_attention_of_torch_is_cut_where_its_heads_can_be_told_apart(options: dict[str, Any], is_cut: bool):
+    found = plan_of(nn.MultiheadAttention(8, 2, **options))
+    assert found == ({"0": Style("heads"), "0.out_proj": Style("rowwise")} if is_cut else {})
+
+
 class Says(nn.Module):
     """A model that says itself how it is cut, by names within its base."""
 
