@@ -2,7 +2,7 @@
 
     python -m tests.mutants                           # 200 faults, drawn with seed 0
     python -m tests.mutants --seed 1 --number 50      # others
-    python -m tests.mutants --again survivors         # after tests were written: those that survived
+    python -m tests.mutants --again survivors         # after tests were written: those that survived unexplained
     python -m tests.mutants --record-only             # which tests reach which statement, nothing else
 
 A fault is drawn from all that `operators.py` can make in a folder, at most one in a function; folders get their share
@@ -85,7 +85,8 @@ def _is_to_run(mutant: Mutant, results: Results, options: argparse.Namespace) ->
     before = results.of(mutant)
     if options.only not in mutant.key:
         return False
-    return before is None or options.again == "all" or (options.again == "survivors" and not before["killed"])
+    survived = before is not None and not before["killed"] and mutant.key not in _explained()["survivors"]
+    return before is None or options.again == "all" or (options.again == "survivors" and survived)
 
 
 # -- the draw ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import mmap, os
 with open(os.environ["MUTANTS_SEEN"], "r+b") as file:
     seen = mmap.mmap(file.fileno(), 0)
 """
-_SHARED = re.compile(r"scope=\"module\"|^@cache|^SUITE = |Suite\(", re.M)  # what tests of a file run once, for several
+_SHARED = re.compile(r"^@cache", re.M)  # what tests of a file run once, for several, as no fixture does
 
 
 @dataclass
@@ -102,9 +102,12 @@ class Recorder:
     def __init__(self, memory: Any) -> None:
         self.memory, self.tests = memory, dict[str, Any]()
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.shared = {item.nodeid: _fixtures_of_its_file(item) for item in items}
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.memory[:] = bytes(len(self.memory))
-        self.tests[nodeid] = {"seconds": 0.0, "passed": True, "reached": []}
+        self.tests[nodeid] = {"seconds": 0.0, "passed": True, "reached": [], "shared": self.shared[nodeid]}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         entry = self.tests[report.nodeid]
@@ -114,6 +117,12 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         set_bytes = self.memory[:]
         self.tests[nodeid]["reached"] = [i for i, byte in enumerate(set_bytes) if byte]
+
+
+def _fixtures_of_its_file(item: Any) -> list[str]:
+    """The fixtures of a test that are set up once for all tests of its file."""
+    found = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    return sorted(name for name, of in found.items() if of[-1].scope != "function" and ".py" in of[-1].baseid)
 
 
 class Records:
@@ -162,12 +171,12 @@ class Records:
     def _tests_of(self, file: str) -> list[Recorded]:
         record = json.loads(self.path_of(file).read_text())
         functions = [tuple(name.split("::")) for name in record["functions"]]
-        shared = bool(_SHARED.search((self.root / file).read_text()))
+        cached = bool(_SHARED.search((self.root / file).read_text()))
         groups: dict[str, Recorded] = {}
         for name, test in record["tests"].items():
             if not test["passed"]:
                 continue
-            group = _group(name) if shared else name
+            group = _group(name, test.get("shared", []), cached)
             made = groups.setdefault(group, Recorded([]))
             made.names.append(name)
             made.seconds += test["seconds"]
@@ -177,17 +186,23 @@ class Records:
         return list(groups.values())
 
 
-def _group(name: str) -> str:
-    """Tests of a suite share a launch for each strategy, tests of other files that share anything all share it.
+def _group(name: str, fixtures: Sequence[str], cached: bool) -> str:
+    """Tests that share what they run: a suite's launch for a strategy, a fixture, whatever their file keeps.
 
     Example:
-        >>> _group("tests/trainer/conformance/test_logging.py::test_same[zero_2-in_every_hook]")
+        >>> _group("tests/trainer/conformance/test_logging.py::test_same[zero_2-in_every_hook]", [], False)
         'tests/trainer/conformance/test_logging.py zero_2'
+        >>> _group("tests/trainer/test_zero.py::test_losses[1]", ["outcomes"], False)
+        'tests/trainer/test_zero.py outcomes'
+        >>> _group("tests/trainer/test_zero.py::test_words", [], False)
+        'tests/trainer/test_zero.py::test_words'
     """
     file, _, rest = name.partition("::")
-    if "/conformance/" not in file or "[" not in rest:
-        return file
-    return f"{file} {rest.partition('[')[2].partition('-')[0]}"
+    if "/conformance/" in file and "[" in rest:
+        return f"{file} {rest.partition('[')[2].partition('-')[0]}"
+    if fixtures:
+        return f"{file} {' '.join(fixtures)}"
+    return file if cached else name
 
 
 def files_of_tests(root: Path) -> list[str]:

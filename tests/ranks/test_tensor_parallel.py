@@ -230,6 +230,7 @@ QUICK = (
     "llama, one head of keys",
     "llama, one head of keys, repeated",
     "bert",
+    "torch",
     "t5",
     "mixtral",
     "olmo2",

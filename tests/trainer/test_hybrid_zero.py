@@ -93,6 +93,10 @@ def bytes_of_average(trainer: Trainer) -> tuple[int, int]:
     )
 
 
+def test_blocks_that_are_computed_again_gather_again():
+    assert_same_as_one_process({"blocks computed again": RUNS["blocks computed again"]})
+
+
 @pytest.mark.slow
 def test_what_steps_may_do():
     assert_same_as_one_process({name: run for name, run in RUNS.items() if name not in SLOW})

@@ -187,12 +187,17 @@ def test_a_sharded_checkpoint_is_resumed_and_consolidated(tmp_path: Path, uninte
     assert_like([fit(run(4, resume=file), "auto", 1)], uninterrupted, slice(2, None))
 
 
-def test_copies_of_32_bits_in_a_sharded_checkpoint(tmp_path: Path):
-    half = {"precision": "bf16-true"}
+@pytest.mark.parametrize("copies", [True, False])
+def test_copies_of_32_bits_in_a_sharded_checkpoint(tmp_path: Path, copies: bool):
+    """And 16-bit weights where there are none."""
+    half, options = {"precision": "bf16-true"}, {"master_weights": copies}
     first = run(2, saves(tmp_path / "folder"), make=Small, **half)
-    sharded = [(first, zero(2, state_dict_type="sharded")), (run(4, make=Small, **half), zero(2))]
+    sharded = [
+        (first, zero(2, state_dict_type="sharded", **options)),
+        (run(4, make=Small, **half), zero(2, **options)),
+    ]
     _, whole = on_ranks(sharded, 2)
-    [results] = on_ranks([(run(4, resume=tmp_path / "folder", make=Small, **half), zero(2))], 2)
+    [results] = on_ranks([(run(4, resume=tmp_path / "folder", make=Small, **half), zero(2, **options))], 2)
     assert all(torch.equal(results[0].weights[name], value) for name, value in whole[0].weights.items())
 
 

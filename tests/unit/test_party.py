@@ -129,3 +129,17 @@ def test_a_rank_that_comes_late_hears_what_it_missed():
         end.close()
     for end_of_wake in (wake, other):
         end_of_wake.close()
+
+
+def test_a_message_ends_the_wait_for_messages():
+    """It is heard when it comes, and not with the next sign of life."""
+    (ours, theirs), (wake, other) = socket.socketpair(), socket.socketpair()
+    wake.setblocking(False)
+    spoke, line = Spoke(Status(1, 0, NOBODY), Patience(), 2), Line(theirs)
+    spoke.peers[0] = Peer(Line(ours), Status(0, 1, NOBODY), spoke.looked)
+    line.send(("done", None))
+    began = time.monotonic()
+    spoke.poll(30.0, wake)
+    assert spoke.peers[0].done and time.monotonic() - began < 20.0
+    for end in (spoke, line, wake, other):
+        end.close()
