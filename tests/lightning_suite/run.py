@@ -59,8 +59,8 @@ PATHS = (
         for name in ("optimization", "logging_", "flags", "properties", "test_trainer.py", "test_states.py")
     ),
 )
-# What these ask of a strategy, the others ask too; legacy checkpoints are files that would have to be fetched; tests of the
-# throughput monitor give the whole process a clock that ends after six readings, which our strategies read too.
+# What these ask of a strategy, the others ask too; legacy checkpoints are files that would have to be fetched; tests of
+# the throughput monitor give the whole process a clock that ends after six readings, which our strategies read too.
 LEFT_OUT = (
     *("callbacks/progress/", "callbacks/test_pruning.py", "callbacks/test_spike.py"),
     *("test_legacy_checkpoints.py", "callbacks/test_throughput_monitor.py"),
