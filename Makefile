@@ -3,7 +3,7 @@
 # make test-slow     those that are left out of it: two hosts, large models, more configurations
 # make test-vision   models of torchvision and timm, which it puts into a folder beside the environment
 # make test-lightning LIGHTNING_SOURCE=folder   Lightning's own tests over our strategies; the folder is a checkout of
-#                    Lightning 2.6.5. STRATEGIES="zero_2 hybrid" runs those only (an hour for all four on two cores)
+#                    Lightning 2.6.5. STRATEGIES="zero_2 hybrid" runs those only (15 minutes or more each)
 # make test-notebooks   every notebook whole; `make test` runs their first cells and imports, and one of them
 # make test-all      everything, a hundred thousand random interleavings of servers too (hours)
 # make test-gpu      what only GPUs can show, on as many as there are; it says what it left out and why

@@ -97,6 +97,8 @@ class EvaluationRows:
         if not isinstance(iterator, _Sequential) or iterator.limits is None:
             return
         index = iterator._iterator_idx
+        if index == len(combined.flattened):
+            return  # a loader without a length, of which a batch is read ahead, has been read to its end
         loader = combined.flattened[index]
         shares = self._shares.get(id(self._sampler_of(loader)))
         if shares is None or iterator._idx < iterator.limits[index]:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -96,6 +96,24 @@ def test_each_of_several_loaders_is_evaluated_whole():
     """One worker dies in the first, another in the second."""
     sizes = (ROWS, 24)
     assert_metrics(evaluated([(1, 1, 0, 2), (2, 1, 1, 0)], sizes=sizes), plain(sizes=sizes))
+
+
+class Stream(IterableDataset):
+    """Rows that come one by one; how many, nobody knows before."""
+
+    def __iter__(self):
+        return zip(*rows([ROWS])[0], strict=True)
+
+
+class Streamed(Evaluates):
+    def val_dataloader(self):
+        return DataLoader(Stream(), BATCH)
+
+
+def test_a_loader_without_a_length_is_evaluated_to_its_end():
+    torch.manual_seed(1)
+    module = Streamed()
+    assert_metrics(make_trainer(ParameterServerStrategy("bsp"), 1).validate(module, verbose=False), plain())
 
 
 class Trained(Evaluates):
