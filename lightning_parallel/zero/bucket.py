@@ -227,10 +227,13 @@ class Bucket:
         Raises:
             ValueError: a parameter has another shape or dtype than before.
         """
+        self._rebind_all()
+        self._take_over_part()
+
+    def _rebind_all(self) -> None:
         for parameter, at in zip(self.parameters, self.layout.offsets, strict=True):
             if parameter.data_ptr() != self.flat.data_ptr() + at * self.flat.element_size() and parameter.numel():
                 self._rebind(parameter, at)
-        self._take_over_part()
 
     def _take_over_part(self) -> None:
         """The copy of 32 bits goes on from this rank's part where that is not what was made of the copy."""

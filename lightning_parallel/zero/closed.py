@@ -109,7 +109,9 @@ class Closed:
             for parameter in _closed_of([*args, *(kwargs or {}).values()]):
                 lend(parameter)
             return func(*args, **(kwargs or {}))
-        is_part = attribute == "data" or name == "detach"  # whoever takes `data` may write to it
+        is_part = (
+            attribute == "data" and name == "__get__"
+        ) or name == "detach"  # whoever takes `data` may write to it
         if is_part and not _for_shapes[0] and not _has_no_part(args[0]):
             return args[0]._kept.values(args[0]) if lend is None else _refuse(attribute or name, args)
         if attribute == "data" and name == "__set__" and not _for_shapes[0]:
@@ -185,7 +187,7 @@ def _set_data(parameter: Any, values: Tensor) -> None:
     if _is_moved_with_its_module():
         put_data(parameter, values)
         return
-    if kept.words or kept.lost or values.shape != parameter.shape:
+    if _lend[0] is not None or kept.words or kept.lost or values.shape != parameter.shape:
         _refuse("data", [parameter])
     kept.take(values)
 

@@ -77,6 +77,7 @@ class GatheredBucket(Bucket):
         """Free the whole parameters; nobody else is asked."""
         if self.is_open:
             self.arrive()
+            self._rebind_all()
             self.own.copy_(self._part_of(self.flat))  # what was written to the whole parameters stays
             self.is_open = False
             self._closed.fill_(float("nan"))

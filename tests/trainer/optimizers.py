@@ -175,3 +175,19 @@ class BlockAdam(torch.optim.Optimizer):
 def _largest_of_pairs(values: Tensor) -> Tensor:
     flat = values.flatten().abs()
     return torch.cat([flat, flat.new_zeros(flat.numel() % 2)]).view(-1, 2).amax(1)
+
+
+class Columns(torch.optim.Optimizer):
+    """Keeps the largest gradient of each column beside its moments."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = run(closure)
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["absmax"] = p.grad.abs().amax(0)
+                p.sub_(p.grad, alpha=group["lr"])
+        return loss
