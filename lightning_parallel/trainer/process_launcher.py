@@ -71,7 +71,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 if trainer is not None and hasattr(self._strategy, "guard"):
                     self._strategy.guard(trainer, is_rank=False)
                 raise
-            return output if trainer is None else self._take_back(output, trainer)
+            else:
+                return output if trainer is None else self._take_back(output, trainer)
+            finally:
+                self._file = None
 
     def _run(self, job: tuple) -> Any:
         children = self._start(job)
