@@ -376,8 +376,8 @@ def as_far_as_it_goes(run: StageRun, step: Step) -> Any:
 
 def is_joined(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near: float) -> bool | None:
     """Whether a value of the whole batch is that of its micro-batches, joined along the dimension of rows; None if none
-    has as many entries. With k entries a row these may lie row by row, or all rows' first before all second ones. Rows may
-    lie in another order, as where a step flips its batch: what is made of them is compared at the loss.
+    has as many entries. With k entries a row these may lie row by row, or all rows' first before all second ones. Rows
+    may lie in another order, as where a step flips its batch: what is made of them is compared at the loss.
 
     Example:
         >>> parts = [torch.tensor([0.0, 10.0]), torch.tensor([1.0, 11.0])]  # two views of a row each
