@@ -376,19 +376,22 @@ def as_far_as_it_goes(run: StageRun, step: Step) -> Any:
 
 def is_joined(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near: float) -> bool | None:
     """Whether a value of the whole batch is that of its micro-batches, joined along the dimension of rows; None if none
-    has as many entries. With k entries a row these may lie row by row, or all rows' first before all second ones.
+    has as many entries. With k entries a row these may lie row by row, or all rows' first before all second ones. Rows
+    may lie in another order, as where a step flips its batch: what is made of them is compared at the loss.
 
     Example:
         >>> parts = [torch.tensor([0.0, 10.0]), torch.tensor([1.0, 11.0])]  # two views of a row each
         >>> is_joined(parts, torch.tensor([0.0, 1.0, 10.0, 11.0]), [1, 1], 1e-6)
         True
-        >>> is_joined(parts, torch.tensor([0.0, 1.0, 11.0, 10.0]), [1, 1], 1e-6)
+        >>> is_joined(parts, torch.tensor([0.0, 1.0, 11.0, 10.5]), [1, 1], 1e-6)
         False
     """
     candidates = [dim for dim in range(whole.dim()) if _has_rows(parts, whole, sizes, dim)]
     if not candidates:
         return None
-    return any(values_near(joined, whole, near) for dim in candidates for joined in arrangements(parts, sizes, dim))
+    return any(
+        values_near(joined, whole, near) for dim in candidates for joined in arrangements(parts, sizes, dim)
+    ) or any(values_near(_sorted(torch.cat(list(parts), dim), dim), _sorted(whole, dim), near) for dim in candidates)
 
 
 def arrangements(parts: Sequence[Tensor], sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
@@ -399,6 +402,15 @@ def arrangements(parts: Sequence[Tensor], sizes: Sequence[int], dim: int = 0) ->
         return [by_row]
     views = [part.unflatten(dim, (count, size)) for part, size in zip(parts, sizes, strict=True)]
     return [by_row, torch.cat(views, dim + 1).flatten(dim, dim + 1)]
+
+
+def _sorted(value: Tensor, dim: int) -> Tensor:
+    """The entries along a dimension in an order that follows from what they are."""
+    real = torch.view_as_real(value) if value.is_complex() else value
+    rows = real.movedim(dim, 0)
+    flat = rows.reshape(len(rows), -1).double().nan_to_num()
+    keys = flat @ torch.arange(1, flat.size(1) + 1, dtype=flat.dtype, device=flat.device).cos()
+    return value.index_select(dim, keys.argsort())
 
 
 def _has_rows(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], dim: int) -> bool:

@@ -110,7 +110,9 @@ def test_documents_packed_from_the_first_batch_on_are_refused_by_the_stage_and_t
         assert "use num_microbatches=1" in text
 
 
-@pytest.mark.parametrize("starts", [[ALONE, PACKED, PACKED], [ALONE, ALONE, PACKED]])
+@pytest.mark.parametrize(
+    "starts", [[ALONE, PACKED, PACKED], pytest.param([ALONE, ALONE, PACKED], marks=pytest.mark.slow)]
+)
 def test_documents_packed_later_are_refused_before_the_step(starts):
     text = refused(Case(Packed, lambda: packed(starts), {"num_microbatches": 4}, validate=False))
     assert "It reads the field 'cu_seqlens'" in text
@@ -324,7 +326,7 @@ def views() -> DataLoader:
 
 
 @pytest.mark.parametrize("make", [SimCLR, SimCLRByRow, VICReg, TripletOfAll])
-@pytest.mark.parametrize("num_microbatches", [2, 3])
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loss_over_all_rows_of_several_views_is_refused(make, num_microbatches):
     text = refused(Case(make, views, {"num_microbatches": num_microbatches}, validate=False))
     assert "The loss of the whole batch is" in text and "is not a mean over rows" in text

@@ -45,21 +45,21 @@ def model() -> Any:
 
 
 def run_and_read(mesh: Mesh, folder: Path) -> Lanes:
-    """Three steps on a mesh; the events of the second's file by global rank and name of the lane."""
+    """Four steps on a mesh; the events of the second's file by global rank and name of the lane."""
 
     def fitted(rank: int, port: int) -> Times:
         join_as_torchrun(rank, mesh.size, port)
         watch, before = Watch(), dist.all_reduce
         # The monitor listens too, and stops after the exporter.
         callbacks = [watch, TimelineExporter(folder, every_n_steps=3), CommunicationMonitor(every_n_steps=1)]
-        trainer = make_trainer(mesh.strategy(), mesh.size, callbacks, limit_val_batches=0)
+        trainer = make_trainer(mesh.strategy(), mesh.size, callbacks, limit_val_batches=0, max_steps=4)
         trainer.fit(model(), token_loader(mesh.data, mesh.place(rank)), token_loader())
         assert dist.all_reduce is before
         assert Channel.observer is None
         return watch.began, watch.ended, watch.trace
 
     assert_in_the_step(run_ranks(fitted, mesh.size, free_port(), group=False))
-    steps = ["step_000002.json", "step_000002.png", "step_000003.json", "step_000003.png"]
+    steps = ["step_000002.json", "step_000002.png", "step_000004.json", "step_000004.png"]
     assert sorted(path.name for path in folder.iterdir()) == steps
     return by_lane(json.loads((folder / steps[0]).read_text())["traceEvents"])
 

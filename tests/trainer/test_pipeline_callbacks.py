@@ -147,6 +147,12 @@ def test_pictures_and_traces_are_written_in_the_log_folder(tmp_path):
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2}
 
 
+def test_a_last_step_that_is_due_is_written_once(tmp_path):
+    exporter = TimelineExporter(dirpath=tmp_path / "one", every_n_steps=4)
+    fit(tmp_path, [exporter], steps=4)
+    assert [path.name for path in exporter.files] == ["step_000004.png", "step_000004.json"]
+
+
 def test_pictures_go_where_the_user_says_and_both_callbacks_share_a_trace(tmp_path):
     monitor, exporter = BubbleMonitor(), TimelineExporter(dirpath=tmp_path / "mine")
     fit(tmp_path, [monitor, exporter], steps=2)

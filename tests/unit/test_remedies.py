@@ -4,9 +4,10 @@ import argparse
 import subprocess
 import sys
 
+import jsonargparse
 import pytest
 
-from lightning_parallel import ParameterServerStrategy, PipelineStrategy, cli
+from lightning_parallel import HybridStrategy, ParameterServerStrategy, PipelineStrategy, cli
 from lightning_parallel.checkpoint import files
 from lightning_parallel.cli import memory_command, schedule_command
 from lightning_parallel.cli.trainer_cli import explain_option
@@ -95,3 +96,15 @@ def test_a_table_of_tokens_is_one(name):
 def test_batch_fields_are_checked_where_the_strategy_is_made(fields):
     with pytest.raises(ValueError, match=r'batch_fields is a mapping of names of fields to "rows" or "whole"'):
         PipelineStrategy(batch_fields=fields)
+
+
+@pytest.mark.parametrize("kind", [PipelineStrategy, HybridStrategy])
+def test_batch_fields_are_read_from_yaml(kind):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    plugins = {"parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    parser.add_class_arguments(kind, "strategy", skip=plugins)
+    read = parser.parse_string("strategy: {batch_fields: {cu_seqlens: whole, 1: rows, in.mask: whole}}")
+    fields = kind(batch_fields=read.strategy.batch_fields).batch_fields
+    assert [fields.kind(name) for name in [("cu_seqlens",), ("1",), ("in", "mask")]] == ["whole", "rows", "whole"]
+    with pytest.raises(jsonargparse.ArgumentError, match="batch_fields"):
+        parser.parse_string("strategy: {batch_fields: {x: row}}")
