@@ -33,6 +33,7 @@ from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_arguments import LossWeight, refuse_pipeline_arguments
 from lightning_parallel.strategies.pipeline_building import PipelineBuilding
 from lightning_parallel.trainer.directions import Directions
+from lightning_parallel.trainer.failures import trainer_of
 from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
 from lightning_parallel.trainer.late_restore import LateRestore
 from lightning_parallel.trainer.log_spreader import LogSpreader
@@ -244,8 +245,8 @@ class PipelineStrategy(PipelineBuilding):
         failed = self.failed
         if self._restore is not None:
             self._restore.end()
-        if self.lightning_module is not None:
-            let_writers_go(self.lightning_module.trainer)
+        if (trainer := trainer_of(self)) is not None:
+            let_writers_go(trainer)
         if self._loss_scale is not None:
             self._loss_scale.release()
         if self._metrics is not None:

@@ -16,7 +16,7 @@ from lightning_parallel.strategies import ParameterServerStrategy
 from tests.trainer.failing import STRATEGIES, Failing
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import make_trainer
-from tests.trainer.test_launchers import children_of
+from tests.harness import children_of
 from tests.trainer.test_sigterm import has_ended
 
 fork = multiprocessing.get_context("fork")

@@ -28,7 +28,8 @@ from tests.trainer.failing import (
 )
 from tests.trainer.pipelines import WEIGHTS, join_as_torchrun, make_trainer
 from tests.trainer.test_environments import join_as_slurm
-from tests.trainer.test_launchers import ROOT, children_of, script_environment
+from tests.harness import children_of
+from tests.trainer.test_launchers import ROOT, script_environment
 
 Case = tuple[str, str, int]  # strategy, place, rank
 ONE_OF_EACH: list[Case] = [
