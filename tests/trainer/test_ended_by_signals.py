@@ -13,10 +13,10 @@ import pytest
 from lightning_parallel.errors import StageError
 from lightning_parallel.server.transport import shared_files
 from lightning_parallel.strategies import ParameterServerStrategy
+from tests.harness import new_children
 from tests.trainer.failing import STRATEGIES, Failing
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import make_trainer
-from tests.harness import children_of
 from tests.trainer.test_sigterm import has_ended
 
 fork = multiprocessing.get_context("fork")
@@ -40,7 +40,7 @@ def test_the_rank_that_is_stopped_is_named_and_ended(strategy: str, rank: int):
     with pytest.raises(StageError, match=rf"lost rank {rank}( \(stage .\))?: not heard of for "):
         trainer.fit(Stops("training_step", rank))
     assert time.monotonic() - began < 20
-    assert not children_of(os.getpid())
+    assert not new_children()
 
 
 class Endless(Classifier):

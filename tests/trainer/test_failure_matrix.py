@@ -1,6 +1,5 @@
 """Whatever fails, wherever, under each strategy and start method: the user's own exception, and nothing left behind."""
 
-import os
 import pickle
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
-from tests.harness import free_port, run_ranks
+from tests.harness import free_port, new_children, run_ranks
 from tests.trainer.failing import (
     PLACES,
     STAGED,
@@ -28,7 +27,6 @@ from tests.trainer.failing import (
 )
 from tests.trainer.pipelines import WEIGHTS, join_as_torchrun, make_trainer
 from tests.trainer.test_environments import join_as_slurm
-from tests.harness import children_of
 from tests.trainer.test_launchers import ROOT, script_environment
 
 Case = tuple[str, str, int]  # strategy, place, rank
@@ -93,7 +91,7 @@ def by_launcher(join: Any, cases: Sequence[Case], timeout: float = 55.0) -> None
 
 def by_forks(cases: Sequence[Case], start_method: str = "fork") -> None:
     assert_all([fail_and_train(cases, start_method=start_method)], cases)
-    assert not children_of(os.getpid())
+    assert not new_children()
 
 
 def by_script(folder: Path, cases: Sequence[Case], timeout: float = 120.0) -> None:
@@ -181,7 +179,7 @@ def test_a_callback_that_fails_when_it_hears_of_it_leaves_nothing_either(strateg
     assert isinstance(caught.value.__context__, Refused)
     assert not dist.is_initialized()
     assert not [name for callback in callbacks for name in vars(callback) if name.startswith("on_")]
-    assert not children_of(os.getpid())
+    assert not new_children()
     reference, ours = train("auto", 1), train(strategy, 1, **options)
     for name, value in reference.items():
         torch.testing.assert_close(ours[name], value, **WEIGHTS)
