@@ -119,7 +119,8 @@ def _says_how_to_save(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_iterators(module: LightningModule, name: str, step: str) -> None:
-    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+    method = getattr(module, step)
+    if method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
         raise ValueError(
             f"{name} hands every rank the batch and cuts it into micro-batches: it cannot run {step}(dataloader_iter)."
             f" Write {step}(self, batch, batch_idx)."

@@ -93,6 +93,12 @@ def test_a_validation_step_that_takes_an_iterator_is_refused_in_words():
         trainer.validate(Iterates(), row_loader())
 
 
+def test_a_validation_step_may_be_none():
+    module = Classifier()
+    module.validation_step = None  # type: ignore[assignment, method-assign]
+    make_trainer(PipelineStrategy(num_microbatches=1), 1).fit(module, row_loader())
+
+
 class Trained(LightningModule):
     """Logs in validation what it is trained on."""
 
