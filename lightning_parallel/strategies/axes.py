@@ -55,8 +55,9 @@ class MeshAxes(MeshCollectives):
         return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's place along an axis."""
-        return self.mesh[axis].get_local_rank() if axis in (self.mesh.mesh_dim_names or ()) else 0
+        """This rank's place along an axis, known after a failure too, when the groups are gone."""
+        names, coordinate = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate()
+        return coordinate[names.index(axis)] if coordinate is not None and axis in names else 0
 
     def group(self, *axes: str) -> Any:
         """The process group of this rank's line along an axis, or of its plane along several that `planes` names, on
