@@ -138,10 +138,10 @@ class ShardedOptimizer:
         Raises:
             ValueError: see the class.
         """
-        state = self.optimizer.state
         if self._left is not None:
             self._take_left(self._left)
             self._left = None
+        state = self.optimizer.state
         if self._is_whole or state is self._guard:
             return
         held = {key: value for key, value in state.items() if key not in self.partition.shapes}

@@ -197,14 +197,6 @@ def test_parts_that_are_written_are_taken_over(gather: Any):
 
 
 @pytest.mark.slow
-def test_small_parameters_of_deepspeed_s_stage_3():
-    jobs = [(Fit(kind, OPTIONS), lambda: deepspeed(3)) for kind in (Clamps, ClampsData, ReplacesOnce, Teaches)]
-    for (run, _), results in zip(jobs, on_ranks(jobs, 2, timeout=140.0), strict=True):
-        reference = fit(run, "auto", 1)
-        torch.testing.assert_close(results[0].weights, reference.weights, **WEIGHTS)
-
-
-@pytest.mark.slow
 def test_servers_are_read_by_a_teacher():
     reference = fit(Fit(Teaches, OPTIONS), "auto", 1)
     [results] = on_ranks([(Fit(Teaches, OPTIONS), lambda: ParameterServerStrategy(start_method="fork"))], 2)

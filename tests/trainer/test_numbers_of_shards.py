@@ -91,7 +91,7 @@ class ConvertsInside(Classifier):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with self.trainer.strategy.whole_parameters() if self.trainer.world_size > 1 else torch.no_grad():
-            self.found = float(self.net[0].weight.double().norm())
+            self.found = float(self.net[0].weight.detach().double().norm())
 
 
 @pytest.mark.slow

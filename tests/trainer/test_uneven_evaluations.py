@@ -77,6 +77,7 @@ def test_three_ranks_with_three_numbers_of_batches():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 def test_training_goes_on_behind_an_uneven_validation():
     def on_rank(rank: int, port: int) -> list[float]:
         join_as_torchrun(rank, 2, port)
