@@ -139,7 +139,8 @@ def _environment(**variables: str) -> Iterator[None]:
 def connect(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
     """Open the default process group: gloo for host tensors, NCCL beside it on CUDA."""
     # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
