@@ -176,6 +176,8 @@ class DividedPipeline(GatheredSteps):
         if trainer is not None:  # there is none in a process that only started the ranks
             let_evaluations_end(trainer)
         self.precision_plugin.__dict__.pop("clip_gradients", None)
+        if self.failed:
+            self.prepare_saving()
         if self._states is not None and self.watch is not None and not self.failed:
             with self.blocked("the other ranks at the end of the run"):
                 self._states.release()
@@ -184,6 +186,10 @@ class DividedPipeline(GatheredSteps):
             self._states.release(failed=True)
             self._released = True
         super().teardown()
+
+    def prepare_saving(self) -> None:
+        if self._states is not None:
+            self._states.windows.abandon()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

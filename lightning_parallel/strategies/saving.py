@@ -81,8 +81,8 @@ class SavesAfterFailure(MeshAxes):
     def saving(self, trainer: Trainer) -> Iterator[str]:
         """A context in which the ranks are connected once more; gives why not, or ""."""
         why = self._why_not_alone(trainer)
-        if self.world_size > 1 and not why:
-            why = self._why_not_together()
+        if self.world_size > 1:
+            why = self._why_not_together(why)
         if why or self.world_size == 1:
             self._is_saving = True
             try:
@@ -111,8 +111,12 @@ class SavesAfterFailure(MeshAxes):
             return f"rank {self.global_rank} failed within the optimizer's step, and its state is of no whole one"
         return ""
 
-    def _why_not_together(self) -> str:
-        """Meet the other ranks at the store; why they have no state in common."""
+    def _why_not_together(self, mine: str) -> str:
+        """Meet the other ranks at the store; why they have no state in common.
+
+        Args:
+            mine: why this rank has none.
+        """
         failure = None if self.watch is None else self.watch.failure
         if failure is None or self._store is None:
             return "the ranks were not connected yet"
@@ -121,13 +125,16 @@ class SavesAfterFailure(MeshAxes):
         self._meetings += 1
         keys = [f"saving/{self._meetings}/{rank}" for rank in range(self.world_size)]
         try:
-            self._store.set(keys[self.global_rank], json.dumps(self._updates))
+            self._store.set(keys[self.global_rank], json.dumps([mine, self._updates]))
             self._store.wait(keys, _COME)
-            updates = [json.loads(self._store.get(key)) for key in keys]
+            told = [json.loads(self._store.get(key)) for key in keys]
         except (dist.DistError, RuntimeError):
             return (
                 f"every rank has to call trainer.save_checkpoint after a failure, and in {_COME.seconds} s not all did"
             )
+        updates = [count for _, count in told]
+        if reason := next((why for why, _ in told if why), ""):
+            return str(reason)
         if min(updates) != max(updates):
             steps = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(updates))
             return f"ranks have made different numbers of the optimizer's steps ({steps})"

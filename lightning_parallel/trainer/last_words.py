@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_parallel.failure.aborts import is_communication_error
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -80,7 +82,7 @@ class LastWords:
                 if not why:
                     type(self._trainer).save_checkpoint(self._trainer, filepath, *args, **kwargs)
         except Exception as error:
-            if error is not self._failure():
+            if error is not self._failure() and not is_communication_error(error):
                 raise
             why = "another rank stopped answering meanwhile"
         if why:

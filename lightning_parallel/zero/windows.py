@@ -123,6 +123,12 @@ class Windows:
             for bucket in self._asked:  # the way through the blocks has closed the others
                 bucket.close()
 
+    def abandon(self) -> None:
+        """A step does not come to its end: what is read from here on is lent nothing."""
+        if self._strays is not None:
+            self._strays.end()
+        lend_in_forward(None)
+
     def _lend(self, parameter: nn.Parameter) -> None:
         """A forward reads a closed parameter: make it whole, as long as this stage's actions are from now on.
 

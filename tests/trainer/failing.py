@@ -190,8 +190,12 @@ def fail(strategy: str, place: str, rank: int, **options: Any) -> Seen:
     del trainer, module, hears, run
     gc.collect()
     now = _all_there_is()
-    seen.left = {name: now[name] for name in now if now[name] != before[name]}
+    seen.left = {name: _new(now[name], before[name]) for name in now if now[name] != before[name]}
     return seen
+
+
+def _new(now: Any, before: Any) -> Any:
+    return [one for one in now if one not in before] if isinstance(now, list) else now
 
 
 def _all_there_is() -> dict[str, Any]:
@@ -201,7 +205,9 @@ def _all_there_is() -> dict[str, Any]:
         "children": sorted(child.pid or 0 for child in multiprocessing.active_children()),
         "environment": sorted((name, value) for name, value in os.environ.items() if name not in launched),
         "files": sorted(
-            str(path) for path in Path(tempfile.gettempdir()).rglob("*") if not path.is_dir() and not path.is_socket()
+            str(path)
+            for path in Path(tempfile.gettempdir()).rglob("*")
+            if path.is_file() and not path.name.startswith("stacks-")  # of the harness
         ),
     }
 

@@ -348,7 +348,7 @@ def test_averaged_weights_come_back_from_forked_copies(make):
         module = Classifier()
         averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
         options = {"max_epochs": 3, "use_distributed_sampler": False, "limit_val_batches": 0}
-        make_trainer(strategy, devices, [averaging], **options).fit(module, row_loader())
+        make_trainer(strategy, devices, [averaging], **options).fit(module, row_loader(), row_loader((8,)))
         return module
 
     ours, theirs = averaged(make(), 2), averaged("auto", 1)

@@ -58,7 +58,7 @@ def launches(folder: Path, said: Any, make: Any) -> None:
     os.setpgrp()
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     trainer = make_trainer(make(), 2, max_epochs=100_000, use_distributed_sampler=False, limit_val_batches=0)
-    trainer.fit(Endless(said), row_loader())
+    trainer.fit(Endless(said), row_loader(), row_loader((8,)))
 
 
 def wait_for(true: Any, seconds: float = 15.0) -> bool:
@@ -134,8 +134,8 @@ def test_a_full_file_system_is_named(tmp_path, monkeypatch, caplog):
     module, plain = Classifier(), Classifier()
     plain.load_state_dict(module.state_dict())
     options = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
-    make_trainer(ParameterServerStrategy(), 1, **options).fit(module, row_loader())
-    make_trainer("auto", 1, **options).fit(plain, row_loader())
+    make_trainer(ParameterServerStrategy(), 1, **options).fit(module, row_loader(), row_loader((8,)))
+    make_trainer("auto", 1, **options).fit(plain, row_loader(), row_loader((8,)))
     for name, value in plain.state_dict().items():
         assert value.equal(module.state_dict()[name]), name
     with pytest.raises(OSError, match=rf"{tmp_path.parent} has no room for 1\.0 MiB of memory shared by processes"):

@@ -207,6 +207,5 @@ def test_a_search_for_a_learning_rate_goes_through_dealt_rows_before_they_are_tr
     finder = LearningRateFinder(min_lr=1e-3, num_training_steps=num_training, early_stop_threshold=None)
     trainer, searched = fit(ParameterServerStrategy(), 2, Tuned, callbacks=[finder], **options)
     found = float(trainer.callback_metrics["found"])
-    assert found != pytest.approx(1e-3)
     assert trainer.global_step == 8
     assert_equal(searched, fit(ParameterServerStrategy(), 2, lambda: Tuned(found), **options)[1], **WEIGHTS)
