@@ -272,9 +272,12 @@ class Losses(Callback):
 
 
 def loader() -> DataLoader:
-    """Batches of eight rows of 32 tokens; every rank has all of them."""
-    generator = torch.Generator().manual_seed(1)
-    return DataLoader([{"input_ids": torch.randint(64, (8, 32), generator=generator)} for _ in range(8)], None)
+    """A batch of eight rows of 32 tokens, again and again: a run that is resumed begins its loader anew.
+
+    Every rank has all rows.
+    """
+    tokens = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(1))
+    return DataLoader([{"input_ids": tokens}] * 8, None)
 
 
 def run(

@@ -138,4 +138,4 @@ def test_the_command_for_people(capsys):
 def test_the_command_refuses(capsys, wrong):
     with pytest.raises(SystemExit):
         cli.main(["memory", *wrong.split()])
-    assert "is no whole number of 1 or more, such as 64 or 7.5e9" in capsys.readouterr().err
+    assert "is no whole number of 1 or more, such as 64, 7.5e9 or 7.5B" in capsys.readouterr().err
