@@ -178,12 +178,12 @@ class PrunedOptimizer:
             local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
             count += len(own)
-        own = {"state": local, "param_groups": groups}
+        taken = {"state": local, "param_groups": groups}
         if load is not None:
-            load(own)
+            load(taken)
             return
         with exposed(self.optimizer):
-            self.optimizer.load_state_dict(own)
+            self.optimizer.load_state_dict(taken)
 
 
 def full_state_dict(
