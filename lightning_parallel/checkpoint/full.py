@@ -154,7 +154,8 @@ class PrunedOptimizer:
 
         Args:
             state: of the whole optimizer.
-            load: takes the part over, in the numbering of this rank's optimizer; default the optimizer itself.
+            load: takes the part over, in the numbering of this rank's optimizer, whose state it finds as it is outside
+                of methods; default the optimizer itself.
 
         Raises:
             ValueError: its groups have other sizes than this optimizer's.
@@ -177,8 +178,12 @@ class PrunedOptimizer:
             local.update(kept)
             groups.append({**group, "params": list(range(count, count + len(own)))})
             count += len(own)
+        taken = {"state": local, "param_groups": groups}
+        if load is not None:
+            load(taken)
+            return
         with exposed(self.optimizer):
-            (load or self.optimizer.load_state_dict)({"state": local, "param_groups": groups})
+            self.optimizer.load_state_dict(taken)
 
 
 def full_state_dict(

@@ -29,14 +29,6 @@ class GatheredSteps(DividedCheckpoints):
         self._evaluates = False  # whether an evaluation is under way
         self._learnt: set[str] = set()  # kinds of steps of which it is known how they use blocks
 
-    def training_step(self, batch: Any, *args: Any) -> Any:
-        with self._gathered("training", batch, args):
-            return super().training_step(batch, *args)
-
-    def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        with self._gathered(kind, batch, args):
-            return super()._evaluate(kind, batch, args)
-
     @contextmanager
     def _gathered(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Iterator[None]:
         """Around a step of stage 3: parameters are whole inside, or while an action runs.

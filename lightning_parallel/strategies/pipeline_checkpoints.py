@@ -31,7 +31,7 @@ from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.trainer.holders import catch_up, tell_whole_groups
 from lightning_parallel.trainer.optimizer_states import states_to_device
-from lightning_parallel.zero.guarded_state import held_state
+from lightning_parallel.zero.guarded_state import exposed, held_state
 
 
 class PipelineCheckpoints(FileOrFolder):
@@ -122,7 +122,8 @@ class PipelineCheckpoints(FileOrFolder):
 
     def _load_into(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take over an optimizer's states of this rank's parameters."""
-        optimizer.load_state_dict(state)
+        with exposed(optimizer):
+            optimizer.load_state_dict(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self.lightning_module is not None

@@ -65,7 +65,14 @@ class PipelineSteps(PipelineGradients):
         return self._loss_scale
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        return self.repeats.run("training", lambda: self._train(batch, args))
+        with self._gathered("training", batch, args):
+            output = self.repeats.run("training", lambda: self._train(batch, args))
+        self._weights_of_step = self._fingerprint()  # of what is there until the backward, also of parts
+        return output
+
+    def _gathered(self, kind: str, batch: Any, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Around a step: parameters that are divided between steps are whole inside, or while an action runs."""
+        return nullcontext()
 
     def _train(self, batch: Any, args: tuple[Any, ...]) -> Any:
         sizes = self._sizes(batch)
@@ -74,7 +81,6 @@ class PipelineSteps(PipelineGradients):
         with self.pipeline.gradients.aside(keep), self._batch_norm.step(len(sizes)), self._replicas_compared():
             output = self._run("training", batch, args, sizes)
         self._loss_checked = True
-        self._weights_of_step = self._fingerprint()
         return output
 
     def _warn_of_sizes(self, batch: Any, sizes: list[int]) -> None:
@@ -128,7 +134,8 @@ class PipelineSteps(PipelineGradients):
         return self._evaluate("predict", batch, args)
 
     def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        return self.repeats.run(kind, lambda: self._run(kind, batch, args, self._sizes(batch)))
+        with self._gathered(kind, batch, args):
+            return self.repeats.run(kind, lambda: self._run(kind, batch, args, self._sizes(batch)))
 
     def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
         step = TrainerStep(self, kind, batch, args, sizes)

@@ -107,7 +107,8 @@ class Closed:
         shows, lend = name not in _MAY or attribute in _SHOW_VALUES, _lend[0]
         if lend is not None and (shows or name in _CASTS) and not _for_shapes[0] and not _writes(name, args):
             for parameter in _closed_of([*args, *(kwargs or {}).values()]):
-                lend(parameter)
+                with torch._C.DisableTorchFunctionSubclass():  # who lends gives the parameter itself other memory
+                    lend(parameter)
             return func(*args, **(kwargs or {}))
         is_part = (
             attribute == "data" and name == "__get__"
