@@ -130,9 +130,11 @@ def new_children() -> dict[int, str]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Child processes, without the one in which Python's `spawn` tracks shared memory."""
+    """Child processes, without the one in which Python's `spawn` tracks shared memory, and Open MPI's daemon, which
+    Lightning's search for a cluster starts where mpi4py is installed."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child) for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()}
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return {pid for pid, command in commands.items() if not (b"resource_tracker" in command or b"orted" in command)}
 
 
 class _Rank:

@@ -120,7 +120,7 @@ for name, source in json.load(sys.stdin).items():
     except BaseException:
         print(f"The first cell of {name} fails:", traceback.format_exc())
 """
-    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": ""}
+    own = {"TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(sources),
@@ -139,7 +139,6 @@ for name, source in json.load(sys.stdin).items():
     ids=lambda path: path.stem,
 )
 def test_a_run_says_what_is_stored(path, script, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # Jupyter warns where it has to guess its folders
     notebook, stored = read(path), read(path)
     script.execute(notebook, tmp_path)

@@ -207,7 +207,8 @@ def _all_there_is() -> dict[str, Any]:
         "files": sorted(
             str(path)
             for path in Path(tempfile.gettempdir()).rglob("*")
-            if path.is_file() and not path.name.startswith("stacks-")  # of the harness
+            # stacks are the harness's, the others Open MPI's, which Lightning's search for a cluster starts
+            if path.is_file() and not path.name.startswith("stacks-") and "ompi." not in str(path)
         ),
     }
 

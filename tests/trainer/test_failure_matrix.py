@@ -73,11 +73,12 @@ def assert_all(found: Sequence[tuple[list[Seen], dict[str, Any]]], cases: Sequen
 
 
 @pytest.fixture
-def own_folder(tmp_path, monkeypatch):
-    """A folder for temporary files that is empty behind the run."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    yield tmp_path
+def own_folder(monkeypatch):
+    """A folder for the temporary files of a run alone; its name is short, since sockets have to fit behind it."""
+    with tempfile.TemporaryDirectory(prefix="f-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
     tempfile.tempdir = None
 
 
@@ -114,7 +115,7 @@ def test_forked_ranks(case: Case, own_folder):
 
 
 @pytest.mark.timeout(130)
-def test_scripts(tmp_path):
+def test_scripts(own_folder, tmp_path):
     by_script(tmp_path, ONE_OF_EACH)
 
 
@@ -128,11 +129,11 @@ def test_spawned_ranks(case: Case, own_folder):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cases", ALL, ids=lambda cases: f"{cases[0][0]}-{cases[0][2]}")
 @pytest.mark.parametrize("how", ["torchrun", "slurm", "fork", "popen"])
-def test_everywhere(how: str, cases: list[Case], own_folder):
+def test_everywhere(how: str, cases: list[Case], own_folder, tmp_path):
     if how == "fork":
         by_forks(cases)
     elif how == "popen":
-        by_script(own_folder, cases, 280.0)
+        by_script(tmp_path, cases, 280.0)
     else:
         by_launcher(join_as_torchrun if how == "torchrun" else join_as_slurm, cases, 280.0)
 

@@ -76,7 +76,7 @@ class Scaled(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
 
 
 @pytest.mark.parametrize("module", [LooksAgain, Layers, Gan])

@@ -74,7 +74,8 @@ PIPELINE: dict[str, Any] = {
     "whole_batches": {"num_microbatches": 1},
     "refuses": {
         "manual_optimization": (
-            "PipelineStrategy runs a step's backwards inside its schedule and cannot run manual optimization. Set"
+            "PipelineStrategy runs a step's backwards inside its schedule and cannot run manual optimization. With several"
+            " optimizers (a GAN) use ZeROStrategy(stage=2), which runs the step as it is; with one, set"
             " self.automatic_optimization = True and move what follows the loss into hooks."
         ),
         "overridden_backward": (
@@ -87,8 +88,8 @@ PIPELINE: dict[str, Any] = {
             " parameter by itself (SGD, Adam, ...)."
         ),
         "step_on_an_iterator": (
-            "PipelineStrategy cuts batches into micro-batches and cannot run training_step(dataloader_iter). Take the"
-            " batch."
+            "PipelineStrategy hands every rank the batch and cuts it into micro-batches: it cannot run"
+            " training_step(dataloader_iter). Write training_step(self, batch, batch_idx)."
         ),
         "step_that_returns_none": (
             "The step ended on stage 0 without calling `net.7`, the first block of stage 1. A step must call every"
