@@ -48,11 +48,13 @@ class MeshAxes(MeshCollectives):
 
     def axis_size(self, axis: str) -> int:
         """Number of ranks along an axis, 1 for an axis this mesh does not have."""
-        return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(axis)) if axis in names else 1
 
     def axis_rank(self, axis: str) -> int:
         """This rank's place along an axis."""
-        return self.mesh[axis].get_local_rank() if axis in (self.mesh.mesh_dim_names or ()) else 0
+        names, place = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate()  # needs no group, as after a failure
+        return place[names.index(axis)] if place is not None and axis in names else 0
 
     def group(self, *axes: str) -> Any:
         """The process group of this rank's line along an axis, or of its plane along several that `planes` names, on
