@@ -52,7 +52,8 @@ class MeshAxes(MeshCollectives):
 
     def axis_size(self, axis: str) -> int:
         """Number of ranks along an axis, 1 for an axis this mesh does not have."""
-        return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh.size(names.index(axis)) if axis in names else 1
 
     def axis_rank(self, axis: str) -> int:
         """This rank's place along an axis, known after a failure too, when the groups are gone."""

@@ -83,7 +83,8 @@ def tell(strategy: Any, trainer: Trainer | None, error: BaseException) -> BaseEx
     last = getattr(watch, "last_batch", None) if isinstance(error, SIGTERMException) else None
     asked_by = None if last is None else last.asked_by
     if asked_by is None:
-        return watch.report(error, where_of(trainer, error))
+        is_known = watch.failure is not None  # and where
+        return watch.report(error, "" if is_known else where_of(trainer, error))
     told = watch.report(error, headline=f"rank {asked_by} was told to end (SIGTERM), and all ranks with it")
     if watch.rank in (0, asked_by):
         _log.warning(notes_of(told)[-1] if notes_of(told) else str(told))

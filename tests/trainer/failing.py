@@ -190,12 +190,12 @@ def fail(strategy: str, place: str, rank: int, **options: Any) -> Seen:
     del trainer, module, hears, run
     gc.collect()
     now = _all_there_is()
-    seen.left = {name: _new(now[name], before[name]) for name in now if now[name] != before[name]}
+    seen.left = {name: new for name in now if (new := _new(now[name], before[name]))}
     return seen
 
 
 def _new(now: Any, before: Any) -> Any:
-    return [one for one in now if one not in before] if isinstance(now, list) else now
+    return [one for one in now if one not in before] if isinstance(now, list) else now and not before
 
 
 def _all_there_is() -> dict[str, Any]:

@@ -200,9 +200,9 @@ class Tuned(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@pytest.mark.parametrize("num_training", [7, slow(4)])
+@pytest.mark.parametrize("num_training", [23, slow(24)])
 def test_a_search_for_a_learning_rate_goes_through_dealt_rows_before_they_are_trained_on(num_training):
-    """Epochs 0 and 1 of the search, or the whole of 0, and both once more; then as if the rate had been known."""
+    """Six epochs of a search, the last cut short or not, and two once more; then as if the rate had been known."""
     options = {"train": row_dataset(32, 4), "use_distributed_sampler": True, "max_epochs": 2}
     finder = LearningRateFinder(min_lr=1e-3, num_training_steps=num_training, early_stop_threshold=None)
     trainer, searched = fit(ParameterServerStrategy(), 2, Tuned, callbacks=[finder], **options)

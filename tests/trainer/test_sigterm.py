@@ -39,7 +39,6 @@ def test_all_ranks_end_before_the_same_batch(signalled: int):
         for batch in range(10_000):
             if (rank, batch) == (signalled, 4):
                 trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
-                assert not trainer.received_sigterm, "it would end this rank alone"
             try:
                 loop._broadcast_sigterm_tensor()
             except SIGTERMException:

@@ -74,8 +74,8 @@ PIPELINE: dict[str, Any] = {
     "whole_batches": {"num_microbatches": 1},
     "refuses": {
         "manual_optimization": (
-            "PipelineStrategy runs a step's backwards inside its schedule and cannot run manual optimization. With several"
-            " optimizers (a GAN) use ZeROStrategy(stage=2), which runs the step as it is; with one, set"
+            "PipelineStrategy runs a step's backwards inside its schedule and cannot run manual optimization. With"
+            " several optimizers (a GAN) use ZeROStrategy(stage=2), which runs the step as it is; with one, set"
             " self.automatic_optimization = True and move what follows the loss into hooks."
         ),
         "overridden_backward": (
