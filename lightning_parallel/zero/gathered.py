@@ -99,14 +99,19 @@ class GatheredBucket(Bucket):
             self.own.copy_(self.updated)
         return all_gather_parts(self.flat, self.own, self.ranks.group, traffic) if self.is_open else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters have their values; a gather that a failure has cut short never brings them."""
+        return self.is_open and self._gathering is None
+
     def take_over(self) -> None:
-        if self.is_open:
+        if self.is_whole:
             super().take_over()
         else:
             self._take_over_part()
 
     def _take_over_part(self) -> None:
-        if self.is_open:
+        if self.is_whole:
             self.own.copy_(self._part_of(self.flat))
         super()._take_over_part()
 
@@ -117,7 +122,7 @@ class GatheredBucket(Bucket):
             AssertionError: the bucket is closed, and nothing has failed.
         """
         assert failed or self.is_open
-        if self.is_open and self._gathering is None:
+        if self.is_whole:
             super().release(failed)
             return
         for name, parameter in zip(self.names, self.parameters, strict=True):
