@@ -6,6 +6,7 @@ made into what one process would write. Left out: sharded checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ class ServerStates(ServerSteps):
             if self.wishes.filters:
                 checkpoint[KEY] = {"left_behind": [other for other in self.everyone(own) if other is not None]}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights that a run begins with.
+
+        Raises:
+            ValueError: servers hold the weights by now, as where a learning rate finder ends within a run.
+        """
+        if self.worker is not None:
+            raise ValueError(
+                f"{type(self).__name__} cannot restore weights while it trains (a learning rate finder behind the first"
+                " epoch does): the servers hold them, and have moved on. Restore before fit (LearningRateFinder, which"
+                " runs when fit starts, Tuner.lr_find, fit(ckpt_path=...)), or use ZeROStrategy(stage=1)."
+            )
+        super().load_model_state_dict(checkpoint, strict)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

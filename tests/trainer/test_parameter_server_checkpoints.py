@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from torch import nn
 
 from lightning_parallel.server import Adagrad
@@ -122,6 +122,21 @@ def test_an_unknown_optimizer_is_refused_and_workers_can_run_it():
     ):
         fit(ParameterServerStrategy(), 2, make)
     assert_equal(fit(ParameterServerStrategy(update="worker"), 2, make)[1], fit("auto", make=make)[1], **WEIGHTS)
+
+
+class FindsAgain(LearningRateFinder):
+    """A finder at every milestone, as Lightning's documentation has it; where fit starts it runs too."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            assert self.optimal_lr is not None
+            self.lr_find(trainer, module)
+
+
+def test_weights_that_servers_hold_are_not_restored_within_a_run():
+    finder = FindsAgain(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    with pytest.raises(ValueError, match=r"cannot restore weights while it trains .* Restore before fit"):
+        fit(ParameterServerStrategy(), 1, callbacks=[finder])
 
 
 def test_what_a_scheduler_may_not_change_is_said():
