@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+_LAST_WORDS_S = 10.0  # how long servers are waited for after a failure
+
+
 class ServerLife(ServerRuns):
     """A strategy whose ranks take part in a job of servers."""
 
@@ -204,6 +207,10 @@ class ServerLife(ServerRuns):
             if failed or self.world_size == 1:  # one worker meets nobody behind the run
                 self._close_hub()
         ParallelStrategy.teardown(self)
+
+    def prepare_saving(self) -> None:
+        if self.worker is not None:
+            self.worker.session.timeout = min(self.worker.session.timeout, _LAST_WORDS_S)
 
     def _keep_optimizer(self) -> None:
         """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""
