@@ -22,6 +22,7 @@ from lightning_parallel.server.consistency import Sandblaster
 from lightning_parallel.server.island import Island
 from lightning_parallel.server.job import Job
 from lightning_parallel.server.names import gap_bound
+from lightning_parallel.server.transport.session import Session
 from lightning_parallel.strategies.server_runs import ServerRuns
 from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
 from lightning_parallel.trainer.dealt_rows import DealtRows
@@ -209,8 +210,9 @@ class ServerLife(ServerRuns):
         ParallelStrategy.teardown(self)
 
     def prepare_saving(self) -> None:
-        if self.worker is not None:
-            self.worker.session.timeout = min(self.worker.session.timeout, _LAST_WORDS_S)
+        session = None if self.worker is None else self.worker.session
+        if isinstance(session, Session):
+            session.timeout = min(session.timeout, _LAST_WORDS_S)
 
     def _keep_optimizer(self) -> None:
         """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""
