@@ -86,6 +86,8 @@ class SavesAfterFailure(MeshAxes):
         if why or self.world_size == 1:
             self._is_saving = True
             try:
+                if not why:
+                    self.prepare_saving()
                 yield why
             finally:
                 self._is_saving = False

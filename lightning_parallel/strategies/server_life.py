@@ -22,6 +22,7 @@ from lightning_parallel.server.consistency import Sandblaster
 from lightning_parallel.server.island import Island
 from lightning_parallel.server.job import Job
 from lightning_parallel.server.names import gap_bound
+from lightning_parallel.server.transport.session import Session
 from lightning_parallel.strategies.server_runs import ServerRuns
 from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
 from lightning_parallel.trainer.dealt_rows import DealtRows
@@ -51,6 +52,7 @@ _WORDS = (
     "The states of {name} are on the servers, and this reads those of a worker, which has none. Call"
     " trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets the state dict that one process would have."
 )
+_LAST_WORDS_S = 10.0  # how long servers are waited for after a failure
 
 
 class ServerLife(ServerRuns):
@@ -217,6 +219,11 @@ class ServerLife(ServerRuns):
             if failed or self.world_size == 1:  # one worker meets nobody behind the run
                 self._close_hub()
         ParallelStrategy.teardown(self)
+
+    def prepare_saving(self) -> None:
+        session = None if self.worker is None else self.worker.session
+        if isinstance(session, Session):
+            session.timeout = min(session.timeout, _LAST_WORDS_S)
 
     def _keep_optimizer(self) -> None:
         """Leave what servers have of the optimizer's state with rank 0's, for a checkpoint after the run."""

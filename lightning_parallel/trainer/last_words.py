@@ -82,9 +82,10 @@ class LastWords:
                 if not why:
                     type(self._trainer).save_checkpoint(self._trainer, filepath, *args, **kwargs)
         except Exception as error:
-            if error is not self._failure() and not is_communication_error(error):
+            is_silence = isinstance(error, TimeoutError) or is_communication_error(error)
+            if error is not self._failure() and not is_silence:
                 raise
-            why = "another rank stopped answering meanwhile"
+            why = "another rank, or a server, stopped answering meanwhile"
         if why:
             rank_zero_warn(
                 f"{filepath} is not saved: {why}. The last checkpoint before the failure is what there is to go on"

@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -34,7 +35,7 @@ from lightning_parallel.trainer.built_here import build_where_weights_go
 from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
 from lightning_parallel.trainer.failures import reported, show_notes, tell, where_of
 from lightning_parallel.trainer.main_port import main_port
-from lightning_parallel.trainer.rank_processes import RankProcesses
+from lightning_parallel.trainer.rank_processes import LAST_WORDS_S, RankProcesses
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -260,14 +261,22 @@ def _fail(
     if failure is None:
         text = "".join(traceback.format_exception(error))
         failure = Failure(rank, None, where_of(trainer, error), error, text)
-    is_alone = launcher._strategy.world_size == 1  # nobody waits for it, and servers end when they hear of it
-    if not is_alone:
-        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
+    said, blob = threading.Lock(), pickle.dumps((False, failure.to_bytes()))
+
+    def say() -> None:
+        if said.acquire(blocking=False):
+            pipe.send_bytes(blob)
+
+    if launcher._strategy.world_size == 1:  # nobody waits for it, and servers end when they hear of it
+        late = threading.Timer(LAST_WORDS_S, say)
+        late.daemon = True
+        late.start()
+    else:
+        say()
     with suppress(BaseException):
         if trainer is not None:
             call._interrupt(trainer, error)
-    if is_alone:
-        pipe.send_bytes(pickle.dumps((False, failure.to_bytes())))
+    say()
     with suppress(BaseException):
         if trainer is not None:
             trainer._teardown()
