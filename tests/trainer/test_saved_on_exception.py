@@ -88,6 +88,7 @@ CANNOT = {
 }
 
 
+@pytest.mark.slow  # ranks that cannot come are awaited
 def test_what_is_of_no_whole_step_is_not_saved_and_said(tmp_path):
     told = on_ranks(tmp_path, [(strategy, place, 1) for strategy, place in CANNOT])
     for words, of_case in zip(CANNOT.values(), zip(*told, strict=True), strict=True):
