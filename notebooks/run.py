@@ -34,7 +34,7 @@ def version(notebook: Any) -> str:
 
 def execute(notebook: Any, folder: Path) -> None:
     """Run all cells in a kernel of their own, which imports the package that lies beside the notebooks."""
-    os.environ["PYTHONPATH"] = str(FOLDER.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")  # Jupyter warns where it has to guess its folders
     options = {"timeout": TIMEOUT, "kernel_name": "python3", "record_timing": False}
     NotebookClient(notebook, resources={"metadata": {"path": folder}}, **options).execute()

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_parallel.callbacks import MemoryMonitor
+from lightning_parallel.checkpoint.sharded import consolidate
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.strategies import (
     HybridStrategy,
@@ -310,6 +311,9 @@ def resumed(feature: Feature, devices: int, path: str) -> list[float]:
     """The fourth step: under the same strategy on GPUs, or in one process on a CPU."""
     if feature.resume == "cuda":
         return run(feature, feature.strategy(**feature.options), devices, STEPS + 1, "cuda", path)[1]
+    if os.path.isdir(path):  # of a part a rank: a plain Trainer reads one file
+        consolidate(Path(path), Path(path + ".one"))
+        path += ".one"
     with _alone():
         return run(feature, "auto", 1, STEPS + 1, "cpu", path)[1]
 
