@@ -93,7 +93,7 @@ def told(cell):
 
 
 def differences(one, other, is_timed):
-    """Where two texts say something else: any word, and any number by a hundredth unless no two runs share it."""
+    """Where two texts say something else: any word, and any number by a hundredth unless runs need not share it."""
     if NUMBER.sub("#", one) != NUMBER.sub("#", other):
         return [(one, other)]
     numbers = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
@@ -143,8 +143,9 @@ def test_a_run_says_what_is_stored(path, script, tmp_path, monkeypatch):
     notebook, stored = read(path), read(path)
     script.execute(notebook, tmp_path)
     assert len(pictures_in(outputs_of(notebook))) == len(pictures_in(outputs_of(stored))) > 0
+    others = stored.metadata["lightning_parallel"]["drawn"] != script.drawn()  # weights that a run begins with
     for new, old in zip(code_cells(notebook), code_cells(stored), strict=True):
-        found = differences(told(old), told(new), "timed" in old.metadata.get("tags", ()))
+        found = differences(told(old), told(new), others or "timed" in old.metadata.get("tags", ()))
         assert not found, f"run python notebooks/run.py {path.stem}"
     assert not list(tmp_path.iterdir())  # it leaves nothing where it runs
 

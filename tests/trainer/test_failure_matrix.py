@@ -33,7 +33,7 @@ Case = tuple[str, str, int]  # strategy, place, rank
 ONE_OF_EACH: list[Case] = [
     ("pipeline", "training_step", 1), ("zero_1", "optimizer_step", 0), ("zero_2", "validation_step", 1),
     ("zero_3", "on_fit_start", 1), ("hybrid", "teardown", 1), ("hybrid_3", "training_step", 0),
-    ("tensor", "collate", 1), ("server", "predict_step", 1),
+    ("tensor", "predict_step", 1), ("server", "collate", 1),
 ]  # fmt: skip
 ALL: list[list[Case]] = [[(strategy, place, rank) for place in PLACES] for strategy in STRATEGIES for rank in (0, 1)]
 NAMES = {"collate": "the data loader", "worker": "the data loader"}
