@@ -95,11 +95,6 @@ class Engine:
             seat.forget(work.training)
         return self._results
 
-    @property
-    def loss_seats(self) -> list[Seat]:
-        """The seats of the last stage on this rank: one a replica."""
-        return [seat for seat in self.seats.values() if seat.departure is None]
-
     def _seat(self, action: Action) -> Seat:
         return self.seats[action.replica, action.stage]
 
