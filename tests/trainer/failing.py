@@ -213,12 +213,13 @@ def _all_there_is() -> dict[str, Any]:
         "group": dist.is_initialized(),
         "children": sorted(child.pid or 0 for child in multiprocessing.active_children()),
         "environment": sorted((name, value) for name, value in os.environ.items() if name not in launched),
-        # stacks are the harness's, the others Open MPI's, which Lightning's search for a cluster starts
+        # stacks are the harness's, a module that of PyTorch 2.9's RPC, which any import of it writes, and the others
+        # Open MPI's, which Lightning's search for a cluster starts
         "files": sorted(
             os.path.join(folder, name)
             for folder, _, names in os.walk(tempfile.gettempdir())  # which passes over what goes meanwhile
             for name in names
-            if not name.startswith("stacks-") and "ompi." not in folder
+            if not name.startswith(("stacks-", "_remote_module_")) and "ompi." not in folder
         ),
     }
 

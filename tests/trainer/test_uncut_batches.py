@@ -1,6 +1,7 @@
 """What needs no cut is not asked to be cut, and what Lightning's own users do with one stage, or outside of a run."""
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Timer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -338,6 +339,9 @@ class AtStart(Callback):
         self.count = state["count"]
 
 
+@pytest.mark.skipif(
+    "weights_only" not in inspect.signature(Trainer.fit).parameters, reason="Lightning has the argument from 2.6 on"
+)
 @pytest.mark.parametrize("strategy", [lambda: PipelineStrategy(num_microbatches=1), HybridStrategy])
 def test_weights_only_is_heeded_and_callbacks_are_restored_before_fit_starts(tmp_path, strategy):
     trainer = make_trainer(strategy(), 1, [AtStart()])
