@@ -53,6 +53,7 @@ PLACES = (
     "training_step", "optimizer_step", "on_before_optimizer_step", "on_train_batch_end", "validation_step",
     "on_fit_start", "configure_optimizers", "on_train_end", "teardown", "collate", "worker", "predict_step",
 )  # fmt: skip
+_READY = "ready-"  # how files by which processes wait for each other begin
 
 
 class Refused(Exception):
@@ -219,7 +220,7 @@ def _all_there_is() -> dict[str, Any]:
             os.path.join(folder, name)
             for folder, _, names in os.walk(tempfile.gettempdir())  # which passes over what goes meanwhile
             for name in names
-            if not name.startswith(("stacks-", "_remote_module_")) and "ompi." not in folder
+            if not name.startswith(("stacks-", "_remote_module_", _READY)) and "ompi." not in folder
         ),
     }
 
@@ -249,10 +250,30 @@ def train(strategy: str, devices: int = 2, **options: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in found.items() if not value.is_meta}
 
 
-def fail_and_train(cases: Sequence[tuple[str, str, int]], **options: Any) -> tuple[list[Seen], dict[str, Any]]:
-    """All cases one behind the other, then a run of each strategy that does not fail; its weights."""
+def _await_others(case: int, processes: int) -> None:
+    """Wait until all processes have looked at what a case has left: files of the next one are none of it."""
+    folder = Path(tempfile.gettempdir())
+    (folder / f"{_READY}{case}-{os.getpid()}").touch()
+    ends = time.monotonic() + 30.0
+    while len(list(folder.glob(f"{_READY}{case}-*"))) < processes and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
+def fail_and_train(
+    cases: Sequence[tuple[str, str, int]], processes: int = 1, **options: Any
+) -> tuple[list[Seen], dict[str, Any]]:
+    """All cases one behind the other, then a run of each strategy that does not fail; its weights.
+
+    Args:
+        cases: strategy, place and rank of each failure.
+        processes: how many do so beside each other in one temporary folder.
+        options: of the strategies.
+    """
     warnings.filterwarnings("ignore")
-    seen = [fail(strategy, place, rank, **options) for strategy, place, rank in cases]
+    seen = []
+    for number, (strategy, place, rank) in enumerate(cases):
+        seen.append(fail(strategy, place, rank, **options))
+        _await_others(number, processes)
     return seen, {strategy: train(strategy, **options) for strategy in dict.fromkeys(case[0] for case in cases)}
 
 
@@ -265,7 +286,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = [(strategy, place, int(rank)) for strategy, place, rank in (case.split("/") for case in options.cases)]
-    found = fail_and_train(cases, start_method=options.start_method)
+    found = fail_and_train(cases, 2, start_method=options.start_method)
     (options.into / os.environ.get("LOCAL_RANK", "0")).write_bytes(pickle.dumps(found))
 
 

@@ -85,7 +85,7 @@ def own_folder(monkeypatch):
 def by_launcher(join: Any, cases: Sequence[Case], timeout: float = 55.0) -> None:
     def run(rank: int, port: int) -> Any:
         join(rank, 2, port)
-        return fail_and_train(cases)
+        return fail_and_train(cases, 2)
 
     assert_all(run_ranks(run, 2, free_port(), group=False, timeout=timeout), cases)
 
