@@ -168,7 +168,7 @@ class ZeROStrategy(ZeRODivision):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         clean_state_dicts(self.lightning_module)
-        self._engine = None
+        self._engine, self._is_engaged = None, True
         assert self.watch is not None
         with self.watch.opening():
             self._control = dist.new_group(backend="gloo")
@@ -223,16 +223,21 @@ class ZeROStrategy(ZeRODivision):
         else:
             self.lightning_module.to(self.root_device)
 
+    def _disengage(self, engine: AnyEngine, failed: bool) -> None:
+        if self.watch is None or failed:
+            engine.release(failed=True)
+            return
+        with self.blocked(Moving("the other ranks at the end of the run")):
+            engine.keep_states(self.optimizers)
+            engine.release()
+
     def teardown(self) -> None:
         for replaced in ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients"):
             self.precision_plugin.__dict__.pop(replaced, None)
         failed = self.failed
-        if self._engine is not None and self.watch is not None and not failed:
-            with self.blocked(Moving("the other ranks at the end of the run")):
-                self._engine.keep_states(self.optimizers)
-                self._engine.release()
-        elif self._engine is not None:
-            self._engine.release(failed=True)
+        if self._engine is not None and self._is_engaged:
+            self._is_engaged = False  # a hook behind this one may fail, and Lightning tears down again
+            self._disengage(self._engine, failed)
         if self._loss_scale is not None:
             self._loss_scale.release()
             self._loss_scale = None

@@ -40,6 +40,7 @@ class ZeROCheckpoints(FileOrFolder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._engine: AnyEngine | None = None
+        self._is_engaged = False  # until it is released
         self._masters: Mapping[str, Tensor] = {}  # 32-bit copies of a checkpoint, until there is an engine
         self._waiting: Callable[[], None] | None = None  # loads a folder's weights once they are divided
 
