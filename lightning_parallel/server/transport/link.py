@@ -60,7 +60,8 @@ def label(message: Message) -> Hashable:
     body = message.body
     if isinstance(body, Rows) and body.request == -1:
         return Rows, message.view, body.key
-    return type(body), message.view, _scalars(type(body))(body), _inner(body)
+    kind: Any = type(body)
+    return kind, message.view, _scalars(kind)(body), _inner(body)
 
 
 @cache
