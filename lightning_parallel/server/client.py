@@ -99,9 +99,9 @@ class Client(Pushing):
         elif isinstance(body, m.Wake):
             self._wake(now)
         elif isinstance(body, m.Ack):
-            self._acked(body.key, body.seq)
+            self._acked(body.key, body.seq, now)
         elif message.view == self.view.number:
-            self._react(body)
+            self._react(body, now)
         return self._flush()
 
     def place(self, message: m.Message) -> Tensor | None:
@@ -119,23 +119,25 @@ class Client(Pushing):
         waiting = self.reading is not None or not self.is_settled
         return min(self._lease_at, self._resend_at) if waiting else self._lease_at
 
-    def _react(self, body: m.Body) -> None:
+    def _react(self, body: m.Body, now: float) -> None:
         if isinstance(body, m.Rows):
-            self._rows(body)
+            self._rows(body, now)
         elif isinstance(body, m.Held) and self.reading is not None:
             self._ask(self.reading.on_held(body))
         elif isinstance(body, m.Nack):
             self._nack(body)
 
-    def _rows(self, rows: m.Rows) -> None:
+    def _rows(self, rows: m.Rows, now: float) -> None:
         assert self.worker is not None
-        self._acked(rows.key, rows.seqs.get(self.worker, 0))  # what a tail answers is with all replicas
+        self._acked(rows.key, rows.seqs.get(self.worker, 0), now)  # what a tail answers is with all replicas
         if self.clock is not None and rows.clocks.get(self.worker, 0) >= self.clock:
             self._behind.discard(rows.key)
         if rows.request == -1:
             self._cache[rows.key] = rows
-        elif self.reading is not None and self.reading.on_rows(rows):
-            self._finish()
+        elif self.reading is not None and rows.request == self.reading.request:
+            self._resend_at = now + self.rules.resend_after
+            if self.reading.on_rows(rows):
+                self._finish()
 
     def _finish(self) -> None:
         reading = self.reading

@@ -173,7 +173,12 @@ class Hosting:
             dead = [MANAGER, *dead]
         if MANAGER not in dead and (not dead or self.job.rules.replicas > 1):
             return None
-        what = " and ".join(name if name == MANAGER else f"server {name.partition('.')[0]}" for name in dead)
+        if MANAGER in dead:
+            return (
+                "The manager's process has ended, and without it nobody knows who takes part, whatever the replication."
+                " Resume from a checkpoint."
+            )
+        what = " and ".join(f"server {name.partition('.')[0]}" for name in dead)
         return (
             f"The process of {what} has ended, and weights with it (replication={self.job.rules.replicas}). Resume from"
             " a checkpoint; with replication=2 or more a server may die."

@@ -27,6 +27,7 @@ from lightning_parallel.server.storage import Storage
 from lightning_parallel.server.transport.board import Board, Boards, has_boards
 from lightning_parallel.server.transport.errands import Coordination, Helping
 from lightning_parallel.server.transport.keys import Keys
+from lightning_parallel.server.transport.link import QUEUE
 from lightning_parallel.server.transport.session import Session
 from lightning_parallel.server.transport.shared_files import say_no_room
 from lightning_parallel.server.transport.slab import Slab
@@ -69,7 +70,8 @@ class Job:
         endpoint = endpoint or self.endpoint(machine.address)
         book = {MANAGER: self.manager} if machine.address != MANAGER else {}
         shared, borrows = self.shared or self.folder, isinstance(machine, Server)
-        node = Node(machine, self.number, endpoint, book, most, slab, shared, self.keys, borrows=borrows)
+        queue = max(QUEUE, self.rules.most_under_way * self.num_workers)
+        node = Node(machine, self.number, endpoint, book, most, slab, shared, self.keys, borrows=borrows, queue=queue)
         if not isinstance(machine, Manager):
             machine.endpoint = node.endpoint
         return node

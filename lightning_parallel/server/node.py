@@ -19,7 +19,7 @@ from lightning_parallel.server.history import Memory, Range
 from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.rules import Rules
 
-EARLY = 1024  # messages of a view to come that are kept
+EARLY = 1024  # messages of a view to come that are kept, or as many as a worker may have under way
 
 _ACTIONS: dict[type, Callable[[Replica, str, Any, float], None]] = {
     m.Push: lambda replica, source, body, now: replica.on_push(source, body, now),
@@ -67,7 +67,7 @@ class Server:
         self.address, self.rules, self.token, self.endpoint, self.host = address, rules, token, endpoint, host
         self.view, self.journal, self.memory, self.board = m.View(), journal, memory, board or NoBoard()
         self.out: list[m.Message] = []
-        self.early: deque[m.Message] = deque(maxlen=EARLY)
+        self.early: deque[m.Message] = deque(maxlen=max(EARLY, rules.most_under_way))
         self.refused = 0  # messages of older views
         self.lost = False  # the manager took this server for gone
         self._lease_at = 0.0
@@ -153,7 +153,7 @@ class Server:
         for key in sorted(held):
             self.replicas[key].adopt(view, now)
         self._copying = copying
-        early, self.early = self.early, deque(maxlen=EARLY)
+        early, self.early = self.early, deque(maxlen=self.early.maxlen)
         for message in early:
             self._act(message, now)
 

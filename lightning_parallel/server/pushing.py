@@ -109,11 +109,12 @@ class Pushing:
             push = replace(push, values=self._sent_keys.shrink(push.key, push.values))
         self._to_head(push.key, push)
 
-    def _acked(self, key: int, seq: int) -> None:
-        """Every push up to a number is with all replicas of a range."""
+    def _acked(self, key: int, seq: int, now: float) -> None:
+        """Every push up to a number is with all replicas of a range; while there is such news, nothing is lost."""
         pushes = self.unacked[key]
         for number in [number for number in pushes if number <= seq]:
             del pushes[number]
+            self._resend_at = now + self.rules.resend_after
 
     def _refused(self, nack: m.Nack) -> None:
         """A server lacks what comes before a push, or a list of places."""

@@ -72,3 +72,9 @@ class Rules:
     def heartbeat(self) -> float:
         """Seconds between two signs of life: five may be lost before a lease ends."""
         return self.lease / 6
+
+    @property
+    def most_under_way(self) -> int:
+        """Messages that one worker and the servers may have under way to a process: of every range the pushes of a
+        window, and a few questions and answers."""
+        return self.layout.num_ranges * (self.window + 8)

@@ -115,6 +115,19 @@ def test_large_vectors_of_several_ranges_arrive_whole(name):
         wanted, pushed = wanted + pushed, pushed + 1
 
 
+@pytest.mark.parametrize("ranges", [300, pytest.param(1024, marks=pytest.mark.slow)])
+def test_more_ranges_than_messages_may_wait_in_a_small_job_lose_none(ranges):
+    rules = Rules(Layout(2 * ranges, ranges), AddDelta(), SSP(1), "sum", replicas=1)
+    vector = torch.arange(2 * ranges, dtype=torch.float32)
+    with launch(rules, 1, 1) as started:
+        session = started.job.join("w").start(torch.zeros(2 * ranges))
+        session.pull()
+        for step in range(1, 4):
+            assert torch.equal(session.push_pull(vector).vector, step * vector)
+        assert not session.node.counts["dropped"]
+        session.close()
+
+
 def kill(launched: Launch, name: str) -> None:
     process = launched.processes[name]
     os.kill(process.pid, signal.SIGKILL)

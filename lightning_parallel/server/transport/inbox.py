@@ -18,6 +18,7 @@ from lightning_parallel.server.transport.pyzmq import NOBLOCK, RCVMORE, zmq
 from lightning_parallel.server.transport.slab import SlabReader
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
+RETURNED = 1 << 16  # credits that are kept for peers that take none now
 PEERS = 1024  # peers of which something half arrived is kept at most
 BORROWED = (wire.BODIES.index(m.Push), wire.BODIES.index(m.Append))  # what is soon forgotten: read where it lies
 
@@ -157,7 +158,7 @@ class Inbox:
 
     def give_back(self) -> None:
         """Tell peers which places in their shared memory nobody here reads any more."""
-        while self._returned:
+        for _ in range(len(self._returned)):
             self._credit(*self._returned.popleft())
 
     def _owe(self, peer: bytes, count: int) -> None:
@@ -166,7 +167,13 @@ class Inbox:
             self._credit(peer, 0)
 
     def _credit(self, peer: bytes, number: int) -> None:
+        """Send a credit; for a peer that takes none now it is kept, for one that is gone it is not."""
         try:
-            self.router.send_multipart([peer, credit(self.job, number, self._owed.pop(peer, 0))], zmq.NOBLOCK)
+            self.router.send_multipart([peer, credit(self.job, number, self._owed[peer])], zmq.NOBLOCK)
+        except zmq.Again:
+            if number and len(self._returned) < RETURNED:
+                self._returned.append((peer, number))
+            return
         except zmq.ZMQError:
             self.counts["unreachable"] += 1
+        del self._owed[peer]

@@ -3,18 +3,24 @@
     DEALER --frame, frame, ...--> ROUTER      at most ``WINDOW`` bytes without a credit
     DEALER <------- credit ------ ROUTER      after ``FRESH_CREDIT`` bytes, and when a place in shared memory is free
 
-The one idea: few bytes are under way and few messages wait, so memory stays small whatever the peer does; what cannot
-be sent is dropped, since the state machines send again what counts. Left out: what comes in (``inbox.py``).
+The one idea: few bytes are under way, and what waits is what the state machine has under way, once: a message that
+waits already does not wait twice, and news takes the place of older news. So a large job waits for a slow peer, and
+memory stays small whatever the peer does. Beyond a limit that an honest job does not reach messages are dropped, since
+the state machines send again what counts. Left out: what comes in (``inbox.py``).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 from lightning_parallel.server import wire
-from lightning_parallel.server.messages import Message
+from lightning_parallel.server.messages import Append, Copy, Message, Push, Rows
 from lightning_parallel.server.transport.frames import INLINE_BYTES, Encoded, Frame, alone, frames
 from lightning_parallel.server.transport.keys import Keys
 from lightning_parallel.server.transport.pyzmq import NOBLOCK, SNDMORE, zmq
@@ -25,9 +31,10 @@ CREDIT = 255  # op of a credit: ``payload`` bytes may be sent, the place of mess
 WINDOW, FRESH_CREDIT = 16 << 20, 4 << 20
 LEAST_WEIGHT = 1 << 14  # bytes that the smallest frame counts for
 FRAMES = 32  # frames that a socket keeps at most
-QUEUE = 256  # messages that wait for one peer at most
+QUEUE = 256  # messages that wait for one peer at most, where nobody says how many a job may have under way
 COPY_BELOW = 1 << 16  # bytes of a frame below which handing over memory costs more than a copy
 SLAB_FROM = 1 << 14  # bytes from which shared memory is used
+ROWS = wire.BODIES.index(Rows)
 
 
 def weight(content: bytes | memoryview) -> int:
@@ -38,6 +45,37 @@ def weight(content: bytes | memoryview) -> int:
 def credit(job: int, number: int, count: int) -> bytes:
     """A credit's bytes."""
     return Header(CREDIT, 0, job, number, 0, 1, 0, count).pack()
+
+
+def label(message: Message) -> Hashable:
+    """Equal for messages of which one is enough.
+
+    Example:
+        >>> from lightning_parallel.server.messages import Ack, Append, Entry
+        >>> label(Message("a", "b", 3, Ack(key=1, seq=5)))[1:]
+        (3, (1, 5), None)
+        >>> label(Message("a", "b", 3, Append(1, Entry(lsn=7)))) == label(Message("a", "b", 3, Append(1, Entry(lsn=8))))
+        False
+    """
+    body = message.body
+    if isinstance(body, Rows) and body.request == -1:
+        return Rows, message.view, body.key
+    kind: Any = type(body)
+    return kind, message.view, _scalars(kind)(body), _inner(body)
+
+
+@cache
+def _scalars(kind: type) -> Callable[[Any], Hashable]:
+    names = [field.name for field in fields(kind) if field.type in ("int", "str")]
+    return attrgetter(*names) if names else lambda body: None
+
+
+def _inner(body: Any) -> int | None:
+    if isinstance(body, Push) and body.pull is not None:
+        return body.pull.request
+    if isinstance(body, Append):
+        return body.entry.lsn
+    return body.numbers.get("lsn") if isinstance(body, Copy) else None
 
 
 class Link:
@@ -53,6 +91,7 @@ class Link:
         slab: this process's shared memory, if the peer can see it.
         keys: of the job.
         patience: seconds without a credit after which the connection is made anew.
+        most: messages that wait at most.
     """
 
     def __init__(
@@ -66,10 +105,12 @@ class Link:
         slab: Slab | None = None,
         keys: Keys | None = None,
         patience: float = 5.0,
+        most: int = QUEUE,
     ) -> None:
         self.context, self.me, self.endpoint, self.job, self.counts = context, me, endpoint, job, counts
-        self.poller, self.slab, self.keys, self.patience = poller, slab, keys, patience
-        self.queue: deque[tuple[Encoded, int, int | None]] = deque()  # (message, number, place in the slab)
+        self.poller, self.slab, self.keys, self.patience, self.most = poller, slab, keys, patience, most
+        # what waits, by its label: the message, its number, its place in the slab
+        self.queue: OrderedDict[Hashable, tuple[Encoded, int, int | None]] = OrderedDict()
         self.blocked = False  # the socket takes nothing now
         self._frames: Iterator[Frame] | None = None
         self._ready: Frame | None = None
@@ -117,8 +158,9 @@ class Link:
         return bool(self.queue) or self._frames is not None or self._ready is not None
 
     def put(self, message: Message, number: int) -> None:
-        """Send a message, now or when there is room; beyond the limit it is dropped."""
-        if len(self.queue) >= QUEUE:
+        """Send a message, now or when there is room; one that waits already, or beyond the limit, is dropped."""
+        name = label(message) if self.has_more else None
+        if name is not None and not self._has_room(name):
             self.counts["dropped"] += 1
             return
         encoded, place = wire.encode(message), None
@@ -130,8 +172,20 @@ class Link:
         if total <= INLINE_BYTES and not self.has_more and self.outstanding < WINDOW:
             self._ready = (b"", alone(encoded, self.job, number, total, place))
         else:
-            self.queue.append((encoded, number, place))
+            self.queue[name or label(message)] = (encoded, number, place)
         self.push()
+
+    def _has_room(self, name: Hashable) -> bool:
+        """Whether a message may wait; it takes the place of older news."""
+        if name not in self.queue:
+            return len(self.queue) < self.most
+        if self.queue[name][0][0] != ROWS:
+            return False
+        _, number, place = self.queue.pop(name)
+        if place is not None:
+            self._placed.discard(number)
+            self._free(number)
+        return True
 
     def push(self) -> None:
         """Send what credits and socket allow."""
@@ -163,7 +217,7 @@ class Link:
             return ready
         while self._frames is not None or self.queue:
             if self._frames is None:
-                encoded, number, place = self.queue.popleft()
+                encoded, number, place = self.queue.popitem(last=False)[1]
                 self._frames = frames(encoded, self.job, number, place)
             frame = next(self._frames, None)
             if frame is not None:

@@ -19,7 +19,7 @@ from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.transport.inbox import Inbox
 from lightning_parallel.server.transport.keys import Keys, is_local
-from lightning_parallel.server.transport.link import Link
+from lightning_parallel.server.transport.link import QUEUE, Link
 from lightning_parallel.server.transport.pyzmq import zmq
 from lightning_parallel.server.transport.slab import Slab, SlabReader
 from lightning_parallel.server.transport.virtual import Machine
@@ -39,6 +39,7 @@ class Node:
         keys: needed where an endpoint is reached from other hosts.
         patience: seconds without a credit after which a connection is made anew.
         borrows: see ``Inbox``.
+        queue: messages that wait for one peer at most.
 
     Raises:
         ValueError: the endpoint is reached from other hosts and there are no keys.
@@ -56,13 +57,14 @@ class Node:
         keys: Keys | None = None,
         patience: float = 5.0,
         borrows: bool = False,
+        queue: int = QUEUE,
     ) -> None:
         if not is_local(endpoint) and keys is None:
             raise ValueError(
                 f"{endpoint} is reached from other hosts. Give keys=Keys.make(), the same to all processes."
             )
         self.machine, self.job, self.book, self.keys, self.slab = machine, job, dict(book), keys, slab
-        self.patience, self.counts = patience, Counter[str]()
+        self.patience, self.queue, self.counts = patience, queue, Counter[str]()
         self.context, self.poller = zmq.Context(), zmq.Poller()
         self.links: dict[str, Link] = {}
         self._number = time.time_ns()  # of the next message; one that is started again goes on above the last
@@ -93,8 +95,8 @@ class Node:
         link, endpoint = self.links.get(target), self.book.get(target)
         if link is None and endpoint is not None:
             slab = self.slab if endpoint.startswith("ipc://") else None
-            me, poller, patience = self.machine.address, self.poller, self.patience
-            link = Link(self.context, me, endpoint, self.job, self.counts, poller, slab, self.keys, patience)
+            me, poller, keys, patience = self.machine.address, self.poller, self.keys, self.patience
+            link = Link(self.context, me, endpoint, self.job, self.counts, poller, slab, keys, patience, self.queue)
             self.links[target] = link
         return link
 
