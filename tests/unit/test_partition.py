@@ -143,7 +143,7 @@ def test_flops_count_what_parameters_do_not():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 5}, r"A pipeline of 5 stages needs at least 5 blocks, but Transformer has \d+ \("),
+        ({"num_stages": 8}, r"A pipeline of 8 stages needs at least 8 blocks, but Transformer has \d+ \("),
         (
             {"blocks": "layers"},
             r"blocks= names \['layers'\], which Transformer does not have\. Its containers: \['blocks', ",
