@@ -24,8 +24,8 @@ def block_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str] =
 def find_blocks(model: nn.Module, num_stages: int) -> list[str]:
     """Names of the blocks: the children of the ModuleList or Sequential with most parameters that has enough children.
 
-    Without such a container, the children of the model itself (descending while there is a single child), those of lists
-    and dictionaries in their place; where they are too few, those of an ``nn.Sequential`` too.
+    Without such a container, the children of the model itself (descending while there is a single child), with those of
+    lists and dictionaries in their place; where they are too few, those of an ``nn.Sequential`` too.
     """
     best: tuple[int, int, list[str]] = (0, 0, [])
     for name, module in model.named_modules():
