@@ -108,7 +108,7 @@ class Pipeline(OwnPart):
         self.tensor = AxisLine([r[self.row] for r in self.copies[first : first + tensor_size]], tensor_group, waiting)
         if partition == "time" and not set(names := unit_names(model, self.num_stages, blocks)) <= set(seconds or ()):
             seconds = agreed_seconds(self, names, context)
-        layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds)
+        layout = lay_out(model, self.num_stages, blocks, partition, stages, seconds, self.num_ranks)
         self.table = ParameterTable(model, layout, self._holders(), self.row)
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None

@@ -24,7 +24,8 @@ def block_names(model: nn.Module, num_stages: int, blocks: str | Sequence[str] =
 def find_blocks(model: nn.Module, num_stages: int) -> list[str]:
     """Names of the blocks: the children of the ModuleList or Sequential with most parameters that has enough children.
 
-    Without such a container, the children of the model itself (descending while there is a single child).
+    Without such a container, the children of the model itself (descending while there is a single child), with those of
+    lists and dictionaries in their place; where they are too few, those of an ``nn.Sequential`` too.
     """
     best: tuple[int, int, list[str]] = (0, 0, [])
     for name, module in model.named_modules():
@@ -39,11 +40,24 @@ def find_blocks(model: nn.Module, num_stages: int) -> list[str]:
     while len(children) == 1:
         prefix, module = f"{prefix}{children[0]}.", getattr(module, children[0])
         children = _parametric_children(module)
-    return [f"{prefix}{child}" for child in children] or ([prefix[:-1]] if prefix else [])
+    names = _opened(module, (nn.ModuleList, nn.ModuleDict))  # which nobody calls
+    if len(names) < num_stages:
+        names = _opened(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    return [f"{prefix}{name}" for name in names] or ([prefix[:-1]] if prefix else [])
 
 
 def _parametric_children(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+
+
+def _opened(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> list[str]:
+    """Children with parameters, the children of containers in place of them."""
+    found = []
+    for name in _parametric_children(module):
+        child = module.get_submodule(name)
+        inside = _opened(child, containers) if type(child) in containers else []
+        found += [f"{name}.{of}" for of in inside] or [name]
+    return found
 
 
 def _named_blocks(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:

@@ -61,6 +61,7 @@ def lay_out(
     partition: Partition = "parameters",
     stages: Mapping[str, int] | None = None,
     seconds: Mapping[str, float] | None = None,
+    num_ranks: int | None = None,
 ) -> Layout:
     """Deal the modules of a model to stages.
 
@@ -72,6 +73,7 @@ def lay_out(
             stage.
         stages: overrides for units outside the chain, {name: stage}; negative stages count from the last.
         seconds: time of every unit, for partition="time"; see `unit_names` and `timing.unit_seconds`.
+        num_ranks: that share the stages; None: one each. It is for the message.
 
     Raises:
         ValueError: there are fewer blocks than stages (one stage needs none), a name is unknown, or a list does not sum
@@ -79,11 +81,7 @@ def lay_out(
     """
     names = block_names(model, num_stages, blocks)
     if len(names) < num_stages and num_stages > 1:
-        raise ValueError(
-            f"A pipeline of {num_stages} stages needs at least {num_stages} blocks, but {type(model).__name__} has"
-            f" {len(names)} ({', '.join(names) or 'none'}). Use fewer devices, or name the blocks with"
-            ' blocks="path.to.container" or blocks=["first", "second", ...].'
-        )
+        raise ValueError(_too_few(model, num_stages, num_ranks or num_stages, names, blocks))
     found = collect(model, names)
     refuse_compiled_around(model, [name for name, _ in found])
     first = next((i for i, (_, block) in enumerate(found) if block is not None), 0)
@@ -103,6 +101,25 @@ def lay_out(
         )
     total = sum(costs) or 1.0
     return Layout(tuple(units), tuple(bounds), tuple(sum(costs[a:b]) / total for a, b in pairwise(bounds)))
+
+
+def _too_few(
+    model: nn.Module, num_stages: int, num_ranks: int, names: Sequence[str], blocks: str | Sequence[str]
+) -> str:
+    """What is said of a model with fewer blocks than stages: what suffices with these blocks, and how to name more."""
+    each = num_stages // num_ranks
+    instead = []
+    if each > 1 and max(1, len(block_names(model, num_ranks, blocks))) >= num_ranks:
+        instead.append('schedule="1f1b", which has one stage a rank')
+    if num_ranks > 1:
+        most = max(1, len(names) // each)
+        instead.append(f"a pipeline of {most} rank{'s' if most > 1 else ''} (fewer devices)")
+    instead.append('name more blocks with blocks="path.to.container" or blocks=["first", "second", ...]')
+    held = f" ({each} on each rank)" if each > 1 else ""
+    return (
+        f"A pipeline of {num_stages} stages{held} needs at least {num_stages} blocks, but {type(model).__name__} has"
+        f" {len(names)} ({', '.join(names) or 'none'}). Use {', or '.join(instead)}."
+    )
 
 
 def _override(name: str, stage: int, block: int | None, num_stages: int) -> int:
@@ -125,8 +142,8 @@ def _costs(
 ) -> list[float]:
     """Cost of each block; units outside the chain weigh with the first or the last block."""
     if partition == "time":
-        assert seconds is not None, "measured by whoever knows a device"
-        of = dict(seconds)
+        assert seconds is not None or not found, "measured by whoever knows a device"
+        of = dict(seconds or {})
     elif partition == "flops":
         of = _flops(model, [name for name, _ in found])
     elif partition == "parameters":

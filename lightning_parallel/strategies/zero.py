@@ -24,11 +24,12 @@ from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refu
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
+from lightning_parallel.trainer.refusals import refuse_saving_parts, refuse_scripts
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
 from lightning_parallel.zero.elementwise import refuse_optimizer
-from lightning_parallel.zero.full_shards import ShardedEngine
+from lightning_parallel.zero.full_shards import ShardedEngine, refuse_on_shards
 from lightning_parallel.zero.native import NativeEngine
 from lightning_parallel.zero.partition import Partition
 from lightning_parallel.zero.promise import ModelStates
@@ -176,7 +177,9 @@ class ZeROStrategy(ZeRODivision):
         if trainer.state.fn == TrainerFn.FITTING and self.activation_checkpointing:
             self._checkpoints = self._checkpoint_blocks()
         if self.engine_name == "fsdp2":
+            refuse_scripts(self.lightning_module, 'engine="fsdp2" puts hooks and shards into modules')
             self._engine = self._shard(trainer)
+            refuse_saving_parts(self.lightning_module)
             self._load_waiting()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -195,6 +198,8 @@ class ZeROStrategy(ZeRODivision):
         assert self.lightning_module is not None
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, type(self).__name__)
+            if self.engine_name == "fsdp2":
+                refuse_on_shards(optimizer)
         if self.engine_name == "native":
             partition = Partition(
                 self.lightning_module, self.optimizers, self._ranks(), self._options(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.zero.elementwise import refuse_coupling
 
@@ -36,6 +38,8 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     if not isinstance(module, LightningModule):
         raise TypeError(f"{name} got a {type(module)}, it needs a lightning.pytorch.LightningModule.")
     _refuse_batch_size_finder(trainer, name)
+    if cast(Any, strategy).num_ranks > 1 or cast(Any, strategy)._default_microbatches() > 1:
+        refuse_scripts(module, f"{name} intercepts calls of modules to run them stage by stage")
     if trainer.state.fn in _EVALUATIONS:
         _refuse_iterators(module, name, _EVALUATIONS[trainer.state.fn])
     if trainer.state.fn != TrainerFn.FITTING:
@@ -102,6 +106,41 @@ def refuse_synchronised_norms(strategy: Strategy, what: str, instead: str) -> No
             f"Trainer(sync_batchnorm=True) has no effect with {type(strategy).__name__}, whose batch norm `{norms[0]}`"
             f" {what}. Leave it out, and where a norm has to see more rows use {instead} (GroupNorm, LayerNorm)."
         )
+
+
+def refuse_scripts(module: nn.Module, what: str) -> None:
+    """Raise for modules of `torch.jit.script`, whose calls and parameters Python does not see.
+
+    Args:
+        module: which may hold some.
+        what: is done with modules that are not.
+
+    Raises:
+        ValueError: there is one.
+    """
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"`{scripted[0]}` is a module of torch.jit.script, and {what}, which scripts do not allow. Use the module"
+            " as it is, without torch.jit.script, or ZeROStrategy(stage=2), which runs scripts."
+        )
+
+
+def refuse_saving_parts(module: LightningModule) -> None:
+    """Have models of `transformers` say in words that `save_pretrained` cannot write parameters that are divided."""
+    for part in module.modules():
+        if callable(getattr(type(part), "save_pretrained", None)):
+            part.__dict__["save_pretrained"] = partial(_save_what_is_whole, part)
+
+
+def _save_what_is_whole(part: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        raise RuntimeError(
+            "save_pretrained would write this rank's share of every parameter alone. Call it behind fit, or"
+            " trainer.save_checkpoint(path) on every rank, and in one process"
+            ' module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
+        )
+    return type(part).save_pretrained(part, *args, **kwargs)
 
 
 def refuse_saving_pretrained(module: LightningModule) -> None:

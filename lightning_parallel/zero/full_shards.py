@@ -278,6 +278,20 @@ def _refuse_scalars(module: nn.Module) -> None:
             )
 
 
+def refuse_on_shards(optimizer: Optimizer) -> None:
+    """Raise for optimizers whose arithmetic PyTorch does not do on shards.
+
+    Raises:
+        ValueError: naming what runs them.
+    """
+    if isinstance(optimizer, torch.optim.Rprop):
+        raise ValueError(
+            'engine="fsdp2" runs an optimizer on sharded tensors, and Rprop writes to some of their elements, which'
+            " PyTorch does not do on shards. Use ZeROStrategy(stage=2), whose engine updates flat vectors, or another"
+            " optimizer."
+        )
+
+
 def _refuse_hooks(module: nn.Module) -> None:
     """Raise for a hook on a parameter: backwards reach the gathered copies of parameters only.
 

@@ -202,10 +202,13 @@ def auxiliary(options: dict[str, Any]) -> Any:
 
 
 REFUSED = {
-    "one layer": (Case(BoringModel, texts), 2, "needs at least 2 blocks, but BoringModel has 1 (layer). Use fewer"),
+    "one layer": (
+        Case(BoringModel, texts), 2,
+        "needs at least 2 blocks, but BoringModel has 1 (layer). Use a pipeline of 1 rank",
+    ),
     "shared layers": (
         Case(tiny("AlbertForMaskedLM", "AlbertConfig", {**BERT, "embedding_size": 8}), texts), 4,
-        "needs at least 4 blocks, but Supervised has 2 (model.albert, model.predictions). Use fewer devices, or name",
+        "needs at least 4 blocks, but Supervised has 2 (model.albert, model.predictions). Use a pipeline of 2 ranks",
     ),
     "skips to the last stage": (
         Case(UNet, pictures), 2, "passes to `up1` (stage 1) a value computed from the output of `down1` (stage 0)"

@@ -12,7 +12,10 @@ from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.blocks import find_blocks, unit_names
 from lightning_parallel.pipeline.on_shapes import shadow_of
 from lightning_parallel.pipeline.partition import Layout, lay_out, min_max_cut
+from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.timing import unit_costs
+
+BIDIRECTIONAL = ("gems", "chimera", "dualpipe")  # which need two ranks or more
 
 
 class Transformer(nn.Module):
@@ -45,6 +48,46 @@ def test_blocks_are_the_largest_chain():
     mlp = nn.Module()
     mlp.a, mlp.act, mlp.b = nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
     assert find_blocks(mlp, 2) == ["a", "b"]
+
+
+def test_a_list_is_no_block_but_what_it_holds():
+    model = Transformer()
+    model.blocks = nn.ModuleList([nn.Linear(4, 4)])
+    assert find_blocks(model, 2) == ["emb", "blocks.0", "norm", "head"]
+    nested = nn.Module()
+    nested.emb, nested.heads = nn.Linear(2, 2), nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2)])})
+    assert find_blocks(nested, 2) == ["emb", "heads.a.0"]
+
+
+def test_a_sequential_is_opened_where_blocks_are_too_few():
+    model = nn.Module()
+    model.emb, model.net, model.head = nn.Linear(2, 2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), nn.ReLU()
+    assert find_blocks(model, 3) == ["net.0", "net.1", "net.2"]
+    assert find_blocks(model, 4) == ["emb", "net.0", "net.1", "net.2"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_says_how_many_blocks_it_needs_and_what_suffices(name):
+    num_stages = make(name, 2, 4).num_stages
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_stages - 1)))
+    with pytest.raises(ValueError) as refused:
+        lay_out(model, num_stages, num_ranks=2)
+    said = str(refused.value)
+    each = "" if num_stages == 2 else " (2 on each rank)"
+    assert f"A pipeline of {num_stages} stages{each} needs at least {num_stages} blocks, but Sequential has" in said
+    assert "a pipeline of 1 rank (fewer devices), or name more blocks" in said
+    assert lay_out(model, make(name, 1, 4).num_stages, num_ranks=1) if not name.startswith(BIDIRECTIONAL) else True
+    assert ('schedule="1f1b", which has one stage a rank' in said) == (num_stages == 4)
+    assert num_stages == 2 or lay_out(model, 2).num_stages == 2
+
+
+def test_a_model_without_blocks_is_one_stage_however_it_is_cut():
+    for partition in ("time", "parameters", "count"):
+        assert lay_out(nn.Module(), 1, partition=partition).bounds == (0, 0)
+    with pytest.raises(
+        ValueError, match=r"but Module has 0 \(none\)\. Use schedule=\"1f1b\", which has one stage a rank, or"
+    ):
+        lay_out(nn.Module(), 2, num_ranks=1)
 
 
 def test_a_chain_that_is_too_short_is_not_taken():
@@ -100,7 +143,7 @@ def test_flops_count_what_parameters_do_not():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 5}, r"A pipeline of 5 stages needs at least 5 blocks, but Transformer has \d+ \("),
+        ({"num_stages": 8}, r"A pipeline of 8 stages needs at least 8 blocks, but Transformer has \d+ \("),
         (
             {"blocks": "layers"},
             r"blocks= names \['layers'\], which Transformer does not have\. Its containers: \['blocks', ",
