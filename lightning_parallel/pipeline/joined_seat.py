@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_parallel.pipeline.deferred import Deferred
 from lightning_parallel.pipeline.derivatives import LOOKED_AT
@@ -103,7 +104,7 @@ class JoinedSeat:
 
     def _backward(self, actions: Sequence[Action], work: StepWork, ready: Callable[[], None]) -> None:
         """All backwards, as one: the graphs of micro-batches meet in what they were joined for."""
-        seat, gradients, all_held = self._seat, [], list[Held]()
+        seat, gradients, all_held = self._seat, list[Tensor](), list[Held]()
         for self.at in actions:
             held = seat.take_held(self.at)
             all_held.append(held)

@@ -206,7 +206,8 @@ class WholeBatchNorm:
             normal = called.statistics[0].normalised(x, norm.eps)
             found = scaled(normal, norm.weight, norm.bias).to(x.dtype)
         trained = any(of is not None and of.requires_grad for of in (x, norm.weight, norm.bias))
-        return found.requires_grad_(trained and torch.is_grad_enabled())
+        # What follows saves what it saved in the forward, the norm nothing, as there; a clone, to be written into.
+        return found.requires_grad_().clone() if trained and torch.is_grad_enabled() else found
 
 
 def _looks_at_batch(norm: Any) -> bool:
