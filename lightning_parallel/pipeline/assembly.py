@@ -49,6 +49,7 @@ class Pipeline(OwnPart):
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
         dynamic_shapes: see `Departure`.
+        joins: see `Links`.
         skip_connections: stages may use what any earlier stage's units return.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
@@ -86,6 +87,7 @@ class Pipeline(OwnPart):
         stages: Mapping[str, int] | None = None,
         seconds: Mapping[str, float] | None = None,
         dynamic_shapes: bool = False,
+        joins: bool = False,
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
@@ -115,7 +117,7 @@ class Pipeline(OwnPart):
         self._prepare_gradients(graphs, early_sums)
         self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections, slices)
         self.clock = make_clock(device)
-        links = Links(self, dynamic_shapes)
+        links = Links(self, dynamic_shapes, joins)
         seats = links.seats(self.cut, skip_connections)
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
@@ -163,6 +165,11 @@ class Pipeline(OwnPart):
             and self.num_stages > 1
             and all(seat.knows(signature) for seat in seats for signature in signatures)
         )
+
+    @property
+    def held_stages(self) -> list[int]:
+        """The stages of this rank."""
+        return sorted({stage for _, stage in self.engine.seats})
 
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.

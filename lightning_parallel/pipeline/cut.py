@@ -88,6 +88,13 @@ class Cut:
         finally:
             self.active = before
 
+    def switch_to(self, run: StageRun | None) -> None:
+        """Make another run the active one, in the middle of both."""
+        for of, binds in ((self.active, False), (run, True)):
+            if of is not None:
+                of.lend(binds)
+        self.active = run
+
     def keeps_pace(self, name: str, called: Mapping[str, int]) -> bool:
         """Whether a further call of a unit goes with a further pass through the chain (`called`: the calls so far).
 

@@ -40,6 +40,11 @@ class DataAxis(AxisLine):
             for parameter, total in sums.items():
                 torch.div(total, self.size, out=parameter.grad)
 
+    def add_up(self, sums: Tensor) -> None:
+        """Sum a tensor over the copies, in place."""
+        with self.waiting("the other copies of the model, to add up what batch norms saw"):
+            dist.all_reduce(sums, group=self.group)
+
     def agree_on_gradients(self, made: Sequence[bool], stale: bool = False) -> tuple[list[int], bool]:
         """How many copies have a gradient for each parameter, and whether some copy's sums are stale.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+LOOKED_AT = ((torch.autograd, "_engine_run_backward"), (forward_ad, "make_dual"))  # what `looked_at` replaces
 Look = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 RUNS_IT = (
     'ZeROStrategy(stage=1) or stage=2 and HybridStrategy(zero_stage=3, gather="step") without a pipeline axis run such'

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.clock import Clock
+from lightning_parallel.pipeline.joined_seat import JoinedSeat
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.seat import Seat
 from lightning_parallel.pipeline.work import Marks, StepWork
@@ -39,6 +40,7 @@ class Engine:
     ) -> None:
         self.row, self.seats, self.clock, self.fail, self.receive_ahead = row, dict(seats), clock, fail, receive_ahead
         self._results: list[Any] = []
+        self._joined: dict[tuple[int, int], JoinedSeat] = {}
 
     @staticmethod
     def refuse(schedule: Schedule) -> None:
@@ -75,6 +77,11 @@ class Engine:
             seat.clear()
         for seat in self.seats.values():
             seat.settle()
+        joined = work.joined
+        self._joined = {
+            key: JoinedSeat(seat, row, joined)
+            for key, seat in self.seats.items() if joined is not None and seat.stage in joined.stages
+        }  # fmt: skip
         self._results = [None] * work.schedule.num_microbatches
         marks.actions = list(row)
         last_result = max((i for i, action in enumerate(row) if self._gives_result(action)), default=None)
@@ -90,7 +97,8 @@ class Engine:
                 if i == last_result and work.after_forwards is not None:
                     work.after_forwards(self._results)
             except Exception as error:
-                raise_told(self.fail(error, action), error)
+                joint = self._joined.get((action.replica, action.stage))
+                raise_told(self.fail(error, action if joint is None else joint.at or action), error)
         for seat in self.seats.values():
             seat.forget(work.training)
         return self._results
@@ -121,7 +129,12 @@ class Engine:
         moments.append(self.clock.mark())
 
     def _do(self, action: Action, seat: Seat, work: StepWork, ready: Callable[[], None]) -> None:
-        if action.kind == "F":
+        joint = self._joined.get((action.replica, action.stage))
+        if joint is not None:
+            for microbatch, result in joint.do(action, work, ready).items():
+                if seat.departure is None and result is not None:
+                    self._results[microbatch] = result
+        elif action.kind == "F":
             result = seat.forward(action, work, ready)
             if seat.departure is None and result is not None:
                 self._results[action.microbatch] = result

@@ -8,7 +8,7 @@ Left out: lists that no module of the block holds, and dictionaries, which are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,13 +114,17 @@ class Shown:
 
 
 @contextmanager
-def hooks_inside(inside: Inside) -> Iterator[Shown]:
-    """Note what forward hooks inside a unit are called with while it runs."""
+def hooks_inside(inside: Inside, is_running: Callable[[], bool] = lambda: True) -> Iterator[Shown]:
+    """Note what forward hooks inside a unit are called with while it runs (and `is_running` says that it does)."""
     hooked = {name: part for name, part in inside if part._forward_hooks}
     shown = Shown(set(hooked))
 
     def note(name: str) -> Any:
-        return lambda _, args, kwargs, result: shown.calls.append((name, _outline((args, kwargs)), _outline(result)))
+        def take(_: Any, args: Any, kwargs: Any, result: Any) -> None:
+            if is_running():
+                shown.calls.append((name, _outline((args, kwargs)), _outline(result)))
+
+        return take
 
     handles = [part.register_forward_hook(note(name), with_kwargs=True) for name, part in hooked.items()]
     try:

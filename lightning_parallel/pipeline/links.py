@@ -31,11 +31,12 @@ class Links:
     Args:
         of: the ranks that hold the model.
         dynamic_shapes: see `Departure`.
+        joins: stages may wait for all micro-batches before they answer for one.
     """
 
-    def __init__(self, of: Copy, dynamic_shapes: bool) -> None:
+    def __init__(self, of: Copy, dynamic_shapes: bool, joins: bool = False) -> None:
         self._of, self._dynamic_shapes = of, dynamic_shapes
-        self._alone = len(of.placement) == of.num_ranks
+        self._alone = len(of.placement) == of.num_ranks and not joins
         self._seats: dict[tuple[int, int], Seat] = {}
         self._open: set[tuple[int, int]] = set()
 

@@ -55,19 +55,29 @@ class RandomStreams:
             self._device = torch.cuda.default_generators[device.index or 0]
         self._seeders = [generator.manual_seed for generator in (self._host, self._device) if generator is not None]
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Of every generator, to be put back."""
+        generators = [self._host] if self._device is None else [self._host, self._device]
+        return [generator.get_state() for generator in generators], random.getstate(), numpy.random.get_state()
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        of_torch, python, np = state
+        for generator, value in zip([self._host, self._device], of_torch, strict=False):
+            assert generator is not None
+            generator.set_state(value)
+        random.setstate(python)
+        numpy.random.set_state(np)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Give every generator back as it was found, so that loaders and hooks draw what they would have drawn."""
-        generators = [self._host] if self._device is None else [self._host, self._device]
-        states = [generator.get_state() for generator in generators]
-        python, np = random.getstate(), numpy.random.get_state()
+        state = self.state
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(python)
-            numpy.random.set_state(np)
+            self.state = state
 
     def begin(self, batch: int, microbatch: int) -> int:
         """Set all generators (Python's and numpy's too) for the start of a step; returns the key of its streams."""

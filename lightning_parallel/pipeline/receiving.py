@@ -67,7 +67,7 @@ class Receiving(Ends):
     def _waits_for(self, action: Action, stage: int) -> str:
         return f"{action.kind}{action.microbatch} of stage {stage}{self._of_replica}"
 
-    def _receive(self, action: Action, work: StepWork) -> Held:
+    def receive(self, action: Action, work: StepWork) -> Held:
         """Wait for what a forward needs."""
         posted = self._posted.pop(action, None)
         if posted is None:

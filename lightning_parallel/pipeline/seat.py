@@ -76,17 +76,22 @@ class Seat(Receiving):
 
     def forward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> Any:
         """F: run the step as this stage; `ready` is called when what it needs is there. Returns the step's result."""
-        m, signature = action.microbatch, work.signatures[action.microbatch]
-        held = self._receive(action, work)
+        held = self.receive(action, work)
         ready()
+        return self.run(action, held, work)
+
+    def run(self, action: Action, held: Held, work: StepWork, may_run_again: bool = True) -> Any:
+        """Run the step as this stage with what came in; returns its result. `may_run_again`: whether it may keep
+        nothing and run once more before its backward."""
+        m, signature = action.microbatch, work.signatures[action.microbatch]
         contract = held.came[0][1] if held.came else None
         ahead = self.departure.agreed(signature) if self.departure is not None else None
         if any(of is not None and of.is_void for of in (contract, ahead)):
             return self._go_without(m, held, work)
         if self.cut.graphs is not None:
             self.cut.graphs.enter(signature)
-        learn = self._learns(signature, work.training)
-        held.again = self.cut.recomputes_stage(self.stage) and work.training and not learn
+        learn = self.learns(signature, work.training)
+        held.again = may_run_again and self.cut.recomputes_stage(self.stage) and work.training and not learn
         try:
             with torch.no_grad() if held.again else nullcontext():
                 run = self._first_run(m, held, work, ahead, learn)
@@ -114,7 +119,7 @@ class Seat(Receiving):
         keep = self._to_keep(work.signatures[microbatch])
         return self.run_type(self.cut, self.stage, microbatch, key, values, units, learn, keep=keep, going=going)
 
-    def _learns(self, signature: Hashable, training: bool) -> bool:
+    def learns(self, signature: Hashable, training: bool) -> bool:
         """Whether a run has to describe what this stage's units return."""
         return self.departure is not None and self.departure.agreed(signature) is None
 
@@ -150,14 +155,12 @@ class Seat(Receiving):
 
     def backward(self, action: Action, work: StepWork, ready: Callable[[], None]) -> None:
         """B: the gradients of parameters and of what came in; I: the same but for products of weights, which wait."""
-        held = self._held.pop(action.microbatch)
-        for departure, contract in held.left:
-            departure.await_answer(contract)
+        held = self.take_held(action)
         deferred = None if held.again else self._prepare(action, held)  # while the gradients are on their way
-        gradients = self._gradients(action, held, work)
+        gradients = self.gradients(action, held, work)
         ready()
         if held.again:
-            self._run_again(held, work)
+            self.run_again(held, work)
             deferred = self._prepare(action, held)
         if work.windows is not None and self.cut.recomputes_stage(self.stage):
             work.windows.turn(self.stage)
@@ -169,9 +172,20 @@ class Seat(Receiving):
                     torch.autograd.backward(held.roots(), gradients)
                 else:
                     deferred.backward(gradients)
-                    self._waiting[action.microbatch] = deferred
+                    self.wait_for_weights(action, deferred)
         for arrival, came in held.came:
             arrival.send_gradients(held.inbox, came)
+
+    def take_held(self, action: Action) -> Held:
+        """What the forward of a backward left; it is known what of it was needed."""
+        held = self._held.pop(action.microbatch)
+        for departure, contract in held.left:
+            departure.await_answer(contract)
+        return held
+
+    def wait_for_weights(self, action: Action, deferred: Deferred) -> None:
+        """Keep what an I left until the W of its micro-batch."""
+        self._waiting[action.microbatch] = deferred
 
     def _prepare(self, action: Action, held: Held) -> Deferred | None:
         if action.kind != "I" or held.run is None:
@@ -185,7 +199,7 @@ class Seat(Receiving):
         if deferred is not None:
             deferred.run(None if work.early is None else work.early.weights(action, deferred.parameters))
 
-    def _run_again(self, held: Held, work: StepWork) -> None:
+    def run_again(self, held: Held, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""
         assert held.run is not None
         m, going = held.run.microbatch, held.run.going
@@ -197,7 +211,7 @@ class Seat(Receiving):
         run.forward(work.steps[m])
         held.keep_edges()
 
-    def _gradients(self, action: Action, held: Held, work: StepWork) -> Sequence[Tensor]:
+    def gradients(self, action: Action, held: Held, work: StepWork) -> Sequence[Tensor]:
         """The gradients with which a backward begins."""
         if not held.left:
             if held.loss is None:

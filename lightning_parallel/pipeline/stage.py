@@ -97,12 +97,18 @@ class StageRun(UnitCalls):
     @contextmanager
     def _lending(self) -> Iterator[None]:
         """Other stages' parameters outlive a run: what they were bound to in this one counts while it is active."""
-        for parameter, value in self._entry.lent:
-            parameter.bind(value)
+        self.lend(True)
         try:
             yield
         finally:
-            for parameter, _ in self._entry.lent:
+            self.lend(False)
+
+    def lend(self, binds: bool) -> None:
+        """Bind other stages' parameters to what they are in this run, or let go of it."""
+        for parameter, value in self._entry.lent:
+            if binds:
+                parameter.bind(value)
+            else:
                 parameter.value = None
 
     def call(

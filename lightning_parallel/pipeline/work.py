@@ -12,6 +12,7 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.early_sums import Round
+    from lightning_parallel.pipeline.joined_seat import Joined
     from lightning_parallel.zero.windows import Windows
 
 
@@ -28,6 +29,7 @@ class StepWork:
         scales: for each micro-batch, what its loss is multiplied with before its backward; empty in evaluation.
         after_forwards: called with the results once the last of this rank's is there, or None.
         windows: what makes a stage's parameters whole for an action, where they are divided, or None.
+        joined: the stages whose micro-batches run in turns, or None.
         may_begin_anew: whether to go through the step in vain where its calls are not known yet.
         is_void: set where that was so: what the step made is to be dropped.
         after_action: called with -1 before the first action, and after each one with its number in the row; or None.
@@ -44,6 +46,7 @@ class StepWork:
     after_action: Callable[[int], None] | None = None
     early: Round | None = None
     windows: Windows | None = None
+    joined: Joined | None = None
     may_begin_anew: bool = False
     is_void: bool = False
 

@@ -66,8 +66,8 @@ class DividedPipeline(GatheredSteps):
             zero_stage=(zero_stage, zero_stage in (0, 1, 2, 3) and not isinstance(zero_stage, bool), "0, 1, 2 or 3"),
             gather=(
                 gather,
-                gather == "step" or (gather == "microbatch" and zero_stage == 3),
-                '"step", or "microbatch" with zero_stage=3',
+                gather == "step" or (gather == "microbatch" and zero_stage == 3 and self.batch_norm == "microbatch"),
+                '"step", or "microbatch" with zero_stage=3 and batch_norm="microbatch"',
             ),
             bucket_mb=(bucket_mb, is_positive(bucket_mb) and isfinite(bucket_mb), "a size above 0"),
             master_weights=(master_weights, isinstance(master_weights, bool), "True or False"),

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
+from lightning_parallel.parallel.batch_statistics import AddUp
 from lightning_parallel.pipeline.batch_fields import BatchFields, FieldKind, FieldMemory
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
 from lightning_parallel.pipeline.cut import Recompute
@@ -28,6 +29,7 @@ from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random_streams import share_generators
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
+from lightning_parallel.pipeline.whole_batch_norm import WholeBatchNorm
 from lightning_parallel.strategies.arguments import read_schedule
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_arguments import LossWeight, refuse_pipeline_arguments
@@ -85,6 +87,10 @@ class PipelineStrategy(PipelineBuilding):
         receive_ahead: how many coming actions have their receives posted early; default 1 on CPU, 0 on GPUs.
         recompute: what the backward computes again instead of keeping it: "none", what lies inside a "block", or the
             whole "stage" but for what came in, as GPipe does (on the last stage, which makes the loss, the blocks).
+        batch_norm: what batch norms in training mode normalise by: each "microbatch", or the whole "batch", as one
+            process does. For the latter a stage with norms runs all forwards before its backwards, as schedule="gpipe"
+            does: its micro-batches wait for each other at every norm. With `Trainer(sync_batchnorm=True)` the batches
+            of all copies count as one.
         cuda_graphs: launch every block as CUDA graphs from the second step on, for micro-batches so small that the host
             takes longer to launch a block than the GPU to compute it. Shapes must follow from the batch's, and what is
             Python in a block happens once, at capture. Blocks with hooks run as they are.
@@ -121,6 +127,7 @@ class PipelineStrategy(PipelineBuilding):
         skip_connections: bool = False,
         receive_ahead: int | None = None,
         recompute: Recompute = "none",
+        batch_norm: Literal["microbatch", "batch"] = "microbatch",
         cuda_graphs: bool = False,
         slices: int | Sequence[int] | None = None,
         data_parallel_size: int = 1,
@@ -136,7 +143,7 @@ class PipelineStrategy(PipelineBuilding):
         self.loss_weight, self.check_loss, self.dynamic_shapes = loss_weight, check_loss, dynamic_shapes
         self.skip_connections, self.memory_limit = skip_connections, memory_limit
         self.receive_ahead, self.recompute, self.cuda_graphs = receive_ahead, recompute, cuda_graphs
-        self.slices = slices
+        self.slices, self.batch_norm = slices, batch_norm
         refuse_pipeline_arguments(self, schedule, batch_fields)
         self.schedule = read_schedule(schedule, num_microbatches)
         self._refuse_slices()
@@ -202,13 +209,22 @@ class PipelineStrategy(PipelineBuilding):
             cut.layout.shares, pipeline.row,
         )  # fmt: skip
         add_up = pipeline.add_up_over_holders if pipeline.num_replicas > 1 else None
-        self._batch_norm = DeferredBatchNorm(module, cut, add_up)
+        self._batch_norm = (
+            WholeBatchNorm(module, cut, pipeline.held_stages, self._sums_of_norms())
+            if self.batch_norm == "batch" or self._layer_sync is not None
+            else DeferredBatchNorm(module, cut, add_up)
+        )
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(module, pipeline)
         self.repeats = Repeats(module, pipeline, self.metrics, possible=not self.dynamic_shapes)
         self._loss_scale = LossScale(self.precision_plugin, self._sum_over_parts, self.root_device)
         self.spreader = LogSpreader(pipeline, self.metrics.hear)
         self._forget_comparisons()
+
+    def _sums_of_norms(self) -> AddUp | None:
+        """What sums the batch norms' statistics over the copies of the model, if that is wanted."""
+        data = self.pipeline.data
+        return data.add_up if self._layer_sync is not None and data.size > 1 else None
 
     def _forget_comparisons(self) -> None:
         """No step was compared with the whole batch yet."""

@@ -53,8 +53,8 @@ def _may_skip(given: Any) -> bool:
 
 
 def _may_capture(given: Any) -> bool:
-    graphs = given.cuda_graphs
-    return isinstance(graphs, bool) and not (graphs and (given.dynamic_shapes or given.recompute != "none"))
+    graphs, asks = given.cuda_graphs, given.recompute != "none" or given.batch_norm == "batch"
+    return isinstance(graphs, bool) and not (graphs and (given.dynamic_shapes or asks))
 
 
 # {argument: (whether it is right, what it has to be)}
@@ -84,9 +84,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a number of actions, 0 or more",
     ),
     "recompute": (lambda x: x.recompute in get_args(Recompute), '"none", "block" or "stage"'),
+    "batch_norm": (lambda x: x.batch_norm in ("microbatch", "batch"), '"microbatch" or "batch"'),
     "cuda_graphs": (
         _may_capture,
-        'True or False, and False with dynamic_shapes=True or recompute="block" or "stage"',
+        'True or False, and False with dynamic_shapes=True, recompute="block" or "stage", or batch_norm="batch"',
     ),
     "slices": (
         lambda x: x.slices is None or _are_slices(x.slices),

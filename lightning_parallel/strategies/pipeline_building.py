@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -26,6 +26,7 @@ class PipelineBuilding(PipelineSteps):
     partition: Partition
     stages: Mapping[str, int] | None
     dynamic_shapes: bool
+    batch_norm: Literal["microbatch", "batch"]
     skip_connections: bool
     receive_ahead: int | None
     recompute: Recompute
@@ -60,6 +61,7 @@ class PipelineBuilding(PipelineSteps):
             stages=self.stages,
             seconds=self._seconds,
             dynamic_shapes=self.dynamic_shapes,
+            joins=self.batch_norm == "batch",
             skip_connections=self.skip_connections,
             receive_ahead=self.receive_ahead,
             recompute=self.recompute,

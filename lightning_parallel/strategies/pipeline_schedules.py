@@ -25,7 +25,7 @@ from lightning_parallel.strategies.pipeline_checkpoints import PipelineCheckpoin
 # Arguments (by attribute) of which a schedule of token slices goes with these values alone.
 _WITH_SLICES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "block"), "cuda_graphs": (False,), "dynamic_shapes": (False,), "skip_connections": (False,),
-    "gather_once_a": ("step",), "sequence_parallel": (False,),
+    "gather_once_a": ("step",), "sequence_parallel": (False,), "batch_norm": ("microbatch",),
 }  # fmt: skip
 
 

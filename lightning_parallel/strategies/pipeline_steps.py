@@ -7,7 +7,7 @@ compared between ranks now and then is compared around it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,11 +18,15 @@ from torch.optim import Optimizer
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory, named_leaves
 from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.joined_seat import Joined
+from lightning_parallel.pipeline.leftovers import Attributes
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stats import PipelineStats
+from lightning_parallel.pipeline.turns import Swap
+from lightning_parallel.pipeline.whole_batch_norm import WholeBatchNorm
 from lightning_parallel.pipeline.work import Marks
 from lightning_parallel.strategies.pipeline_arguments import LossWeight
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
@@ -45,7 +49,7 @@ class PipelineSteps(PipelineGradients):
     repeats: Repeats
     spreader: LogSpreader
     stats: PipelineStats | None
-    _batch_norm: DeferredBatchNorm
+    _batch_norm: DeferredBatchNorm | WholeBatchNorm
     batch_fields: BatchFields
     compared: set[str]  # kinds of steps of which one was compared with the whole batch
     _loss_checked: bool
@@ -135,7 +139,14 @@ class PipelineSteps(PipelineGradients):
 
     def _evaluate(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
         with self._gathered(kind, batch, args):
-            return self.repeats.run(kind, lambda: self._run(kind, batch, args, self._sizes(batch)))
+            return self.repeats.run(kind, lambda: self._run_evaluation(kind, batch, args))
+
+    def _run_evaluation(self, kind: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        sizes = self._sizes(batch)
+        if isinstance(self._batch_norm, DeferredBatchNorm):
+            return self._run(kind, batch, args, sizes)
+        with self._batch_norm.step(len(sizes)):  # norms without running statistics
+            return self._run(kind, batch, args, sizes)
 
     def _run(self, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> Any:
         step = TrainerStep(self, kind, batch, args, sizes)
@@ -209,6 +220,22 @@ class PipelineSteps(PipelineGradients):
         first = step.kind not in self.compared
         new = step.memory.look(step.batch, step.cutting, sum(step.sizes))
         return (first or new) and (self.windows is None or self.windows.is_held)
+
+    def joined(
+        self, schedule: Schedule, world: Sequence[Swap], attributes: Callable[[], Attributes] | None
+    ) -> Joined | None:
+        """The stages whose micro-batches run in turns; `world`: see `Joined`; `attributes`: see `WholeBatchNorm`.
+
+        Raises:
+            ValueError: the schedule cannot.
+        """
+        norms = self._batch_norm
+        stages = norms.joined(schedule) if isinstance(norms, WholeBatchNorm) else None
+        if not stages:
+            return None
+        assert isinstance(norms, WholeBatchNorm)
+        norms.look_at(attributes)
+        return Joined(stages, norms.together, world)
 
     def marks(self, schedule: Schedule, training: bool) -> Marks:
         """Where the engine leaves the marks of a step; those of training steps are kept for the callbacks."""

@@ -23,6 +23,7 @@ from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refuse_zero_arguments
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
+from lightning_parallel.trainer.norm_sync import apply_sync
 from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
 from lightning_parallel.trainer.refusals import refuse_saving_parts, refuse_scripts
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
@@ -167,7 +168,7 @@ class ZeROStrategy(ZeRODivision):
         self.let_host_run_ahead(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+            self.model = apply_sync(self._layer_sync, self.model)
         clean_state_dicts(self.lightning_module)
         self._engine, self._is_engaged = None, True
         assert self.watch is not None

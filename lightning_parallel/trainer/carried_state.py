@@ -46,6 +46,9 @@ class CarriedState:
 
     Args:
         module: whose attributes are watched, and those of what it holds.
+
+    Attributes:
+        read: what the micro-batch that runs has read of what another left.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,7 +57,7 @@ class CarriedState:
         inside = {part for metric in metrics for part in metric.modules()}  # they see all rows one after the other
         self._passed_over = {name for name, part in module.named_modules() if part in inside}
         self._left: dict[Where, Any] = {}  # attributes that notes were put into, and what stands there
-        self._read: set[Where] = set()
+        self.read: set[Where] = set()
 
     @contextmanager
     def watching(self, rows: int) -> Iterator[None]:
@@ -63,8 +66,8 @@ class CarriedState:
         Raises:
             ValueError: it read and replaced what another left behind.
         """
-        self._read.clear()
-        before = self._attributes()
+        self.read = set()
+        before = self.attributes(lists=False)
         try:
             yield
         except StepCut:
@@ -72,18 +75,23 @@ class CarriedState:
             raise
         self._look(before, rows)
 
-    def _attributes(self) -> Attributes:
+    def attributes(self, lists: bool = True) -> Attributes:
+        """The tensors that are in attributes now, and `lists` of them."""
         found = tensor_attributes(self._module)
         return {
             where: value
             for where, value in found.items()
-            if where[0] not in self._passed_over and not isinstance(value, list)
+            if where[0] not in self._passed_over and (lists or not isinstance(value, list))
         }
 
     def _look(self, before: Attributes, rows: int) -> None:
-        changed = {where: value for where, value in self._attributes().items() if not is_same(before.get(where), value)}
+        changed = {
+            where: value
+            for where, value in self.attributes(lists=False).items()
+            if not is_same(before.get(where), value)
+        }
         for where, value in changed.items():
-            if where in self._read and _has_rows(value, rows):
+            if where in self.read and _has_rows(value, rows):
                 self.end()
                 raise ValueError(_says(where))
             if _has_rows(value, rows):
@@ -104,7 +112,7 @@ class CarriedState:
 
     def _noting(self, where: Where, tensor: Tensor) -> Tensor:
         noting = tensor.as_subclass(_Noting)
-        vars(noting)["tell"] = lambda: self._read.add(where)
+        vars(noting)["tell"] = lambda: self.read.add(where)
         return noting
 
 

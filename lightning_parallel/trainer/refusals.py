@@ -44,9 +44,10 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
         _refuse_iterators(module, name, _EVALUATIONS[trainer.state.fn])
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    refuse_synchronised_norms(
-        strategy, "normalises within a micro-batch", "num_microbatches=1, or norms of single rows"
-    )
+    pipeline = cast(Any, strategy)
+    if pipeline.batch_norm == "microbatch" and pipeline._default_microbatches() > 1:
+        remedies = 'batch_norm="batch" and schedule="gpipe", num_microbatches=1, or norms of single rows'
+        refuse_synchronised_norms(strategy, "normalises within a micro-batch", remedies)
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} runs a step's backwards inside its schedule and cannot run manual optimization. With several"
@@ -54,7 +55,7 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
             " self.automatic_optimization = True and move what follows the loss into hooks."
         )
     hooked = [name for name, p in module.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
-    if hooked and cast(Any, strategy)._default_microbatches() > 1:
+    if hooked and pipeline._default_microbatches() > 1:
         raise ValueError(
             f"`{hooked[0]}` has a hook of register_post_accumulate_grad_hook, which would be called for every"
             f" micro-batch, on what is no sum yet. Under {name} change gradients in on_before_optimizer_step, or use"

@@ -18,9 +18,11 @@ from torch import Tensor
 from lightning_parallel.pipeline import microbatch
 from lightning_parallel.pipeline.batch_fields import Cutting, Name, named_leaves
 from lightning_parallel.pipeline.batch_rows import map_named
+from lightning_parallel.pipeline.leftovers import Attributes
 from lightning_parallel.pipeline.loss_check import LossCheck, Told
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.stage_check import Change, Fields, Rounding, StageCheck
+from lightning_parallel.pipeline.turns import Swap, swap_of
 from lightning_parallel.pipeline.work import StepWork
 from lightning_parallel.trainer.batch_numbers import batch_index, batch_number
 from lightning_parallel.trainer.carried_state import CarriedState
@@ -87,8 +89,20 @@ class TrainerStep:
             early=early,
             windows=strategy.windows,
             may_begin_anew=may_begin_anew,
+            joined=strategy.joined(self.schedule, self._world(), self._attributes()),
         )
         return self._work
+
+    def _world(self) -> list[Swap]:
+        """What there is once and is a micro-batch's own while its step runs."""
+        world = [swap_of(self.log, "microbatch"), swap_of(self.metrics, "share")]
+        if self.metrics.replay is not None:
+            world.append(swap_of(self.metrics.replay, "microbatch"))
+        return world if self._carried is None else [*world, swap_of(self._carried, "read")]
+
+    def _attributes(self) -> Callable[[], Attributes] | None:
+        """What finds tensors in the module's attributes, in the first step."""
+        return None if self._carried is None else self._carried.attributes
 
     def _after_forwards(self) -> Callable[[list[Any]], None] | None:
         """What follows this rank's last forward of the last stage."""
@@ -234,8 +248,8 @@ class TrainerStep:
             most = max(1, sum(self.sizes) // 2)
             raise ValueError(
                 f"{error}: micro-batch {number} has {rows} of the batch's {sum(self.sizes)} rows, and a batch norm"
-                f" needs 2. Use num_microbatches={most} or fewer (a batch of 2 rows for each), num_microbatches=1 for"
-                " statistics of the whole batch, or norms of single rows (GroupNorm, LayerNorm)."
+                f" needs 2. Use num_microbatches={most} or fewer (a batch of 2 rows for each), num_microbatches=1 or"
+                ' batch_norm="batch" for statistics of the whole batch, or norms of single rows (GroupNorm, LayerNorm).'
             ) from error
         if run is None or self._explaining or self.kind in self.strategy.compared or not self.strategy.check_loss:
             return

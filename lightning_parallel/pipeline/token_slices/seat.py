@@ -68,8 +68,8 @@ class TokenSeat(Seat):
         for kept in (self._microbatches, self._inboxes, self._losses):
             kept.clear()
 
-    def _learns(self, signature: Hashable, training: bool) -> bool:
-        return super()._learns(signature, training) or (training and signature not in self._learned)
+    def learns(self, signature: Hashable, training: bool) -> bool:
+        return super().learns(signature, training) or (training and signature not in self._learned)
 
     # -- receives ------------------------------------------------------------------------------------------------------
 
