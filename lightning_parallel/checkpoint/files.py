@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_parallel.checkpoint.allowed import named
+
 _DAMAGED = (RuntimeError, EOFError, OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError, ValueError)
 
 
@@ -71,10 +73,11 @@ def read(path: Path, map_location: Any = None, weights_only: bool | None = None)
             f" it: lightning-parallel consolidate {path} {path.with_name(path.stem + '-whole.ckpt')}"
         )
     try:
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+        with named(path, path.read_bytes):
+            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        if zipfile.is_zipfile(path):
-            raise  # PyTorch's own words about weights_only
+        if "asks for" in str(error) or zipfile.is_zipfile(path):
+            raise  # words about weights_only
         raise ValueError(_damaged(path, error)) from error
     except _DAMAGED as error:
         raise ValueError(_damaged(path, error)) from error

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_parallel.checkpoint.allowed import FolderPlanner, FolderReader
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
 from lightning_parallel.checkpoint.parts import stored_tensors
 from lightning_parallel.checkpoint.slices import Slice
@@ -75,24 +77,25 @@ def load_sharded(
     Args:
         folder: what `save_sharded` wrote.
         wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
-        weights_only: see `torch.load`, for what is not a tensor.
+        weights_only: see `torch.load`; False trusts the folder, which then may run code.
         room: gives a `Slice` where a part is wanted of the tensor of that name; the part is what is returned.
         in_parts: leave large tensors where they are; of each only what is used is read, when it is used.
 
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError: it holds no whole checkpoint.
+        pickle.UnpicklingError: it holds objects, which `weights_only` (PyTorch's default) forbids.
     """
     folder = _whole(folder)
     rest = read(folder / _META, "cpu", weights_only)
-    reader = dcp.FileSystemReader(folder)
+    reader = FolderReader(folder, weights_only)
     metadata = reader.read_metadata()
     stored, left = metadata.state_dict_metadata, stored_tensors(folder, metadata) if in_parts else {}
     read_now = {name: kind for name, kind in stored.items() if wanted(name) and name not in left}
     values = {name: _place_for(kind, room=partial(room, name)) for name, kind in read_now.items()}
     if values:
-        with _alone_on_purpose():
-            dcp.load(values, storage_reader=reader, no_dist=True)
+        with _alone_on_purpose(), _own_errors(folder):
+            dcp.load(values, storage_reader=reader, planner=FolderPlanner(folder, weights_only), no_dist=True)
     values = {name: value.local if isinstance(value, Slice) else value for name, value in values.items()}
     values |= {name: value.read() if value.is_small else value for name, value in left.items() if wanted(name)}
     names = rest.pop(_NAMES)
@@ -134,6 +137,21 @@ def _alone_on_purpose() -> Iterator[None]:
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # its own, before torch 2.10
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+@contextmanager
+def _own_errors(folder: Path) -> Iterator[None]:
+    """What went wrong, out of what torch.distributed.checkpoint puts around it (which is no `Exception`)."""
+    try:
+        yield
+    except CheckpointException as error:
+        [(first, _), *_] = error.failures.values()
+        if isinstance(first, (RuntimeError, EOFError, AssertionError, KeyError)):
+            raise ValueError(
+                f"{folder} cannot be read as a sharded checkpoint ({type(first).__name__}: {first}). It is damaged; use"
+                " an older checkpoint."
+            ) from first
+        raise first from None
 
 
 def _place_for(
