@@ -77,7 +77,7 @@ class Restricted(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return lambda *parts: os.path.join("", *parts)  # another system's paths cannot be made here
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda name: torch.serialization._get_layout(name)  # type: ignore[attr-defined]
+            return lambda name: torch.serialization._get_layout(name)
         if module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.layout)):
             return vars(torch)[name]
         raise refusal(self._path, f"{module}.{name}")

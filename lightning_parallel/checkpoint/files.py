@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_parallel.checkpoint.allowed import named
+from lightning_parallel.checkpoint.room import room_for
 
 _DAMAGED = (RuntimeError, EOFError, OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError, ValueError)
 
@@ -35,8 +36,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write(value: Any, path: Path) -> None:
-    """`torch.save` to a file that is there whole or not at all."""
-    with written_whole(path) as part:
+    """`torch.save` to a file that is there whole or not at all.
+
+    Raises:
+        OSError: there is no room; with what is free, what is needed, and what to do.
+    """
+    with room_for(path, value), written_whole(path) as part:
         save_to_disk(value, part)
 
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parallel.checkpoint.allowed import FolderPlanner, FolderReader
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
 from lightning_parallel.checkpoint.parts import stored_tensors
+from lightning_parallel.checkpoint.room import FolderWriter, room_for, unwrapped_errors
 from lightning_parallel.checkpoint.slices import Slice
 
 _META, _NAMES = "meta.pt", "state_dict_names"
@@ -47,6 +47,9 @@ def save_sharded(
         folder: where it goes; what was there is replaced.
         barrier: waits for all ranks.
         own: of values by name those that this rank writes, where it has a part as a `Slice`.
+
+    Raises:
+        OSError: one rank found no room; the folder that was there is as it was.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     part = folder.with_name(f".{folder.name}.part")
@@ -54,15 +57,30 @@ def save_sharded(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     barrier()
-    with _alone_on_purpose():
-        dcp.save(own(_flat(checkpoint)), storage_writer=dcp.FileSystemWriter(part), no_dist=not dist.is_initialized())
-    if first:
-        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
-        if "optimizer_states" in rest:
-            rest["optimizer_states"] = [{**state, "state": {}} for state in rest["optimizer_states"]]
-        save_to_disk(rest, part / _META)
-        _put_in_place(part, folder)
+    try:
+        _write_parts(own(_flat(checkpoint)), part, folder)
+        if first:
+            with room_for(folder):
+                _write_rest(checkpoint, names, part)
+            _put_in_place(part, folder)
+    finally:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)  # there if something failed
     barrier()
+
+
+def _write_parts(flat: Flat, part: Path, folder: Path) -> None:
+    """Every rank's tensors; an error of one rank is raised on all."""
+    with _alone_on_purpose(), unwrapped_errors():
+        dcp.save(flat, storage_writer=FolderWriter(part, folder, flat), no_dist=not dist.is_initialized())
+
+
+def _write_rest(checkpoint: Mapping[str, Any], names: list[str], part: Path) -> None:
+    """What is no tensor of the model or its optimizers."""
+    rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
+    if "optimizer_states" in rest:
+        rest["optimizer_states"] = [{**state, "state": {}} for state in rest["optimizer_states"]]
+    save_to_disk(rest, part / _META)
 
 
 def load_sharded(
@@ -141,17 +159,15 @@ def _alone_on_purpose() -> Iterator[None]:
 
 @contextmanager
 def _own_errors(folder: Path) -> Iterator[None]:
-    """What went wrong, out of what torch.distributed.checkpoint puts around it (which is no `Exception`)."""
+    """Words for a damaged folder in place of torch.distributed.checkpoint's."""
     try:
-        yield
-    except CheckpointException as error:
-        [(first, _), *_] = error.failures.values()
-        if isinstance(first, (RuntimeError, EOFError, AssertionError, KeyError)):
-            raise ValueError(
-                f"{folder} cannot be read as a sharded checkpoint ({type(first).__name__}: {first}). It is damaged; use"
-                " an older checkpoint."
-            ) from first
-        raise first from None
+        with unwrapped_errors():
+            yield
+    except (RuntimeError, EOFError, AssertionError, KeyError) as error:
+        raise ValueError(
+            f"{folder} cannot be read as a sharded checkpoint ({type(error).__name__}: {error}). It is damaged; use an"
+            " older checkpoint."
+        ) from error
 
 
 def _place_for(

@@ -1,4 +1,4 @@
-"""Files and messages of somebody who means harm: unpickling one of them makes a folder, whose path the test looks at."""
+"""Files of somebody who means harm: unpickling one of them makes a folder, whose path the test looks at."""
 
 import os
 import pickle

@@ -2,7 +2,6 @@
 
 import inspect
 import pickle
-import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
@@ -28,7 +27,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.checkpoint import files
 from lightning_parallel.checkpoint.allowed import read_metadata
-from lightning_parallel.checkpoint.sharded import consolidate, load_sharded
+from lightning_parallel.checkpoint.sharded import load_sharded
 from tests.harness import free_port, run_ranks
 from tests.nets import models, saved
 from tests.security.forged import BUILT_OF, FOLDERS, Charge, charge_file, charged_metadata
@@ -211,7 +210,8 @@ class Verbs(models.Rows):
 
     def test_step(self, batch: Any, index: int) -> None: ...
 
-    def predict_step(self, batch: Any, index: int) -> None: ...
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch["x"])
 
 
 @needs_weights_only
