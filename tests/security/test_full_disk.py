@@ -15,7 +15,6 @@ from lightning_parallel import (
     HybridStrategy,
     ParameterServerStrategy,
     PipelineStrategy,
-    TensorParallelStrategy,
     ZeROStrategy,
 )
 from lightning_parallel.checkpoint import files
@@ -64,7 +63,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero_2_sharded": lambda: ZeROStrategy(stage=2, state_dict_type="sharded"),
     "zero_3": lambda: ZeROStrategy(stage=3),
     "hybrid_sharded": lambda: HybridStrategy(data_parallel_size=2, zero_stage=1, state_dict_type="sharded"),
-    "tensor": TensorParallelStrategy,
     "servers": lambda: ParameterServerStrategy(),
 }
 NEAR = ("pipeline", "zero_2_sharded")
