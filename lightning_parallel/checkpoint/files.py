@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from lightning_parallel.checkpoint.allowed import named
+from lightning_parallel.checkpoint.room import room_for
+
 _DAMAGED = (RuntimeError, EOFError, OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError, ValueError)
 
 
@@ -33,8 +36,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write(value: Any, path: Path) -> None:
-    """`torch.save` to a file that is there whole or not at all."""
-    with written_whole(path) as part:
+    """`torch.save` to a file that is there whole or not at all.
+
+    Raises:
+        OSError: there is no room; with what is free, what is needed, and what to do.
+    """
+    with room_for(path, value), written_whole(path) as part:
         save_to_disk(value, part)
 
 
@@ -71,10 +78,11 @@ def read(path: Path, map_location: Any = None, weights_only: bool | None = None)
             f" it: lightning-parallel consolidate {path} {path.with_name(path.stem + '-whole.ckpt')}"
         )
     try:
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+        with named(path, path.read_bytes):
+            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        if zipfile.is_zipfile(path):
-            raise  # PyTorch's own words about weights_only
+        if "asks for" in str(error) or zipfile.is_zipfile(path):
+            raise  # words about weights_only
         raise ValueError(_damaged(path, error)) from error
     except _DAMAGED as error:
         raise ValueError(_damaged(path, error)) from error

@@ -22,8 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_parallel.checkpoint.allowed import FolderPlanner, FolderReader
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
 from lightning_parallel.checkpoint.parts import stored_tensors
+from lightning_parallel.checkpoint.room import FolderWriter, room_for, unwrapped_errors
 from lightning_parallel.checkpoint.slices import Slice
 
 _META, _NAMES = "meta.pt", "state_dict_names"
@@ -45,6 +47,9 @@ def save_sharded(
         folder: where it goes; what was there is replaced.
         barrier: waits for all ranks.
         own: of values by name those that this rank writes, where it has a part as a `Slice`.
+
+    Raises:
+        OSError: one rank found no room; the folder that was there is as it was.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     part = folder.with_name(f".{folder.name}.part")
@@ -52,15 +57,30 @@ def save_sharded(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     barrier()
-    with _alone_on_purpose():
-        dcp.save(own(_flat(checkpoint)), storage_writer=dcp.FileSystemWriter(part), no_dist=not dist.is_initialized())
-    if first:
-        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
-        if "optimizer_states" in rest:
-            rest["optimizer_states"] = [{**state, "state": {}} for state in rest["optimizer_states"]]
-        save_to_disk(rest, part / _META)
-        _put_in_place(part, folder)
+    try:
+        _write_parts(own(_flat(checkpoint)), part, folder)
+        if first:
+            with room_for(folder):
+                _write_rest(checkpoint, names, part)
+            _put_in_place(part, folder)
+    finally:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)  # there if something failed
     barrier()
+
+
+def _write_parts(flat: Flat, part: Path, folder: Path) -> None:
+    """Every rank's tensors; an error of one rank is raised on all."""
+    with _alone_on_purpose(), unwrapped_errors():
+        dcp.save(flat, storage_writer=FolderWriter(part, folder, flat), no_dist=not dist.is_initialized())
+
+
+def _write_rest(checkpoint: Mapping[str, Any], names: list[str], part: Path) -> None:
+    """What is no tensor of the model or its optimizers."""
+    rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {_NAMES: names}
+    if "optimizer_states" in rest:
+        rest["optimizer_states"] = [{**state, "state": {}} for state in rest["optimizer_states"]]
+    save_to_disk(rest, part / _META)
 
 
 def load_sharded(
@@ -75,24 +95,25 @@ def load_sharded(
     Args:
         folder: what `save_sharded` wrote.
         wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
-        weights_only: see `torch.load`, for what is not a tensor.
+        weights_only: see `torch.load`; False trusts the folder, which then may run code.
         room: gives a `Slice` where a part is wanted of the tensor of that name; the part is what is returned.
         in_parts: leave large tensors where they are; of each only what is used is read, when it is used.
 
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError: it holds no whole checkpoint.
+        pickle.UnpicklingError: it holds objects, which `weights_only` (PyTorch's default) forbids.
     """
     folder = _whole(folder)
     rest = read(folder / _META, "cpu", weights_only)
-    reader = dcp.FileSystemReader(folder)
+    reader = FolderReader(folder, weights_only)
     metadata = reader.read_metadata()
     stored, left = metadata.state_dict_metadata, stored_tensors(folder, metadata) if in_parts else {}
     read_now = {name: kind for name, kind in stored.items() if wanted(name) and name not in left}
     values = {name: _place_for(kind, room=partial(room, name)) for name, kind in read_now.items()}
     if values:
-        with _alone_on_purpose():
-            dcp.load(values, storage_reader=reader, no_dist=True)
+        with _alone_on_purpose(), _own_errors(folder):
+            dcp.load(values, storage_reader=reader, planner=FolderPlanner(folder, weights_only), no_dist=True)
     values = {name: value.local if isinstance(value, Slice) else value for name, value in values.items()}
     values |= {name: value.read() if value.is_small else value for name, value in left.items() if wanted(name)}
     names = rest.pop(_NAMES)
@@ -134,6 +155,19 @@ def _alone_on_purpose() -> Iterator[None]:
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # its own, before torch 2.10
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+@contextmanager
+def _own_errors(folder: Path) -> Iterator[None]:
+    """Words for a damaged folder in place of torch.distributed.checkpoint's."""
+    try:
+        with unwrapped_errors():
+            yield
+    except (RuntimeError, EOFError, AssertionError, KeyError) as error:
+        raise ValueError(
+            f"{folder} cannot be read as a sharded checkpoint ({type(error).__name__}: {error}). It is damaged; use an"
+            " older checkpoint."
+        ) from error
 
 
 def _place_for(

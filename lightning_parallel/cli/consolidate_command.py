@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         consolidate(arguments.folder, arguments.file, weights_only=not arguments.trusted)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, UnpicklingError) as error:
         print(f"lightning-parallel consolidate: {error}", file=sys.stderr)
         return 1
     return 0

@@ -108,7 +108,9 @@ class Storage:
         crc = zlib.crc32(meta)
         for raw in raws:
             crc = zlib.crc32(raw, crc)
-        file.write(_RECORD.pack(op, len(meta), sum(map(len, raws)), crc) + meta + b"".join(raws))
+        left = memoryview(_RECORD.pack(op, len(meta), sum(map(len, raws)), crc) + meta + b"".join(raws))
+        while left:  # a disk that is nearly full takes a part, and refuses the rest
+            left = left[file.write(left) :]
         if self.sync:
             os.fsync(file.fileno())
 

@@ -185,10 +185,12 @@ def fail(strategy: str, place: str, rank: int, **options: Any) -> Seen:
         notes = list(getattr(error, "__notes__", []))
         same = hears.heard == [error] and hears.heard[0] is error
         seen = Seen(strategy, place, type(error).__qualname__, str(error), notes, same, seconds)
-        assert not isinstance(error, Refused) or (error.place, error.code) == (place, 7)
+        kept = not isinstance(error, Refused) or (error.place, error.code) == (place, 7)
     else:
         assert strategy == "server" and place == "teardown" and trainer.global_rank != rank, "it did not fail"
         seen = Seen(strategy, place, "", "", [], not hears.heard, time.monotonic() - began)
+        kept = True
+    assert kept, "the exception's own attributes"
     del trainer, module, hears, run
     seen.left = _left(before, place)
     return seen
