@@ -346,3 +346,20 @@ def test_ranks_part_when_all_have_come_to_the_end_or_fail_with_one_that_has_not(
     for outcome in outcomes:
         assert outcome.returned == (failing is None)
         assert failing is None or type(outcome.error) is KeyError
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_watch_that_fails_ends_its_rank_in_words(victim: int, capfd):
+    """Its main thread computes, and would never hear of anything."""
+
+    def step(rank: int, port: int) -> None:
+        watch = watched(rank, 2, port)
+        dist.barrier()
+        if rank == victim:
+            watch._party.beat = None  # type: ignore[union-attr, method-assign, assignment]
+        threading.Event().wait()
+
+    outcomes = outcomes_of(step, 2)
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    words = f"the watch of rank {victim} over the others has failed, so no failure of theirs would be seen: TypeError"
+    assert words in capfd.readouterr().err
