@@ -6,6 +6,7 @@ it wherever it was raised. Left out: who notices a failure and tells the others 
 """
 
 import importlib
+import json
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 _LARGEST_ERROR_BYTES = 1 << 20  # what an exception carries beyond that is told in words instead
 _LONGEST_WORDS = 1000
+_LONGEST_TEXT, _LONGEST_TRACE = 20_000, 80_000  # characters of a failure that is told in words
 _DEEPEST_CAUSE = 5
 _MOST_RANKS_NAMED = 16
 # What ends the process that raises it. Another one is not interrupted by it, and must not end as if all were well.
@@ -101,6 +103,34 @@ class Failure:
         """The failure another rank pickled; an error that cannot be rebuilt here is a `RemoteError`."""
         fields, packed = pickle.loads(blob)
         return Failure(**{**fields, "error": None if packed is None else _unpack(packed)})
+
+    def to_plain(self) -> bytes:
+        """The failure as JSON, for readers that do not unpickle what they are sent: the error in words, shortened."""
+        error, texts = self.error, None
+        if error is not None:
+            name, text = type(error).__name__, _text(error)
+            if isinstance(error, RemoteError):
+                name, text = error.type_name, error.text
+            texts = [name[:_LONGEST_WORDS], text[:_LONGEST_TEXT], self.traceback_text[-_LONGEST_TRACE:]]
+        where, headline = self.where[:_LONGEST_WORDS], self.headline[:_LONGEST_TEXT]
+        plain = [self.rank, self.stage, where, headline, texts]
+        return json.dumps(plain, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+    @staticmethod
+    def from_plain(blob: bytes) -> "Failure":
+        """The failure of which another rank told in words; its error is a `RemoteError`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match json.loads(blob):
+            case [int() | None as rank, int() | None as stage, str(where), str(headline), texts]:
+                match texts:
+                    case None:
+                        return Failure(rank, stage, where, None, "", headline)
+                    case [str(name), str(text), str(trace)]:
+                        return Failure(rank, stage, where, RemoteError(name, text, trace), trace, headline)
+        raise ValueError("this is no failure of a rank")
 
     def to_error(self, stopped: Iterable[int] = (), is_own: bool = False) -> BaseException:
         """The exception to raise: the user's own, with a note that names stage, rank, work and who stopped for it.

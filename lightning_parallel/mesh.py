@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ _Address: TypeAlias = tuple[
 # Every direction of every pipeline boundary has a communicator of its own, so nothing waits behind anything there.
 _EAGER_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _set_here: list[str] = []  # variables of the environment that are set for a run
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _stores: dict[_Address, Any] = {}
 _runs: dict[_Address, int] = {}
 
@@ -113,10 +115,22 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: timede
     address = (os.getpid(), host, port)
     if address not in _stores:
         with _environment(MASTER_ADDR=host, MASTER_PORT=str(port)):
-            found = dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)
-            _stores[address] = next(iter(found))[0]
+            _stores[address] = _rendezvous(host, port, rank, world_size, timeout)
     _runs[address] = _runs.get(address, 0) + 1
     return dist.PrefixStore(f"lightning_parallel/run_{_runs[address]}", _stores[address])
+
+
+def _rendezvous(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Torch's store, which listens where this host alone reaches it, if all ranks are here: by itself it listens
+    everywhere. (Torchrun's agent has a store already, and ours is a part of it.)"""
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank or served_by_agent or host not in _LOOPBACK:
+        return next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout)))[0]
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    with listener:
+        return dist.TCPStore(
+            host, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=os.dup(listener.fileno())
+        )
 
 
 def has_store(port: int) -> bool:

@@ -7,34 +7,17 @@ wait for each other) is left to `Hub` and `Spoke` (``roll.py``). Belongs to the 
 import select
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from lightning_parallel.errors import Failure, name_of
+from lightning_parallel.errors import Failure
+from lightning_parallel.failure.messages import Malformed, Status, packed, unpacked
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import end_silent, processor_seconds
 from lightning_parallel.failure.wire import Line
+from lightning_parallel.secret import Secret
 
 _LONGEST_COMPUTING = 10  # a process that computes without a sign of life is given this many times `stale_s`
-
-
-class Status(NamedTuple):
-    """What a rank says of itself with every sign of life."""
-
-    rank: int
-    stage: int | None
-    process: tuple[str, int]  # the host (with its process name space) and the process id
-    waiting: str | None = None
-    blocked_for: float = 0.0
-    asked_by: int = -1  # the rank that was told to end, as far as this one knows
-    begun: int = -1  # batches that it had begun when it heard of that
-    last: int = -1  # the last batch of all, as rank 0 says
-
-    @property
-    def name(self) -> str:
-        return name_of(self.rank, self.stage)
 
 
 @dataclass
@@ -53,7 +36,7 @@ class Peer:
 
     def tell(self, kind: str, body: bytes | Status | None = None) -> None:
         self.unconfirmed += kind in ("failure", "bye")
-        self.line.send((kind, body))
+        self.line.send(kind, body)
 
     @property
     def settled(self) -> bool:
@@ -62,11 +45,19 @@ class Peer:
 
 @dataclass
 class Party:
-    """What `Hub` and `Spoke` share: peers, the first failure, and the judgement of silence."""
+    """What `Hub` and `Spoke` share: peers, the first failure, and the judgement of silence.
+
+    Args:
+        own: this rank.
+        patience: how long to wait for what.
+        world_size: number of ranks.
+        secret: of the run; without one, exceptions are told in words.
+    """
 
     own: Status
     patience: Patience
     world_size: int
+    secret: Secret | None = None
     peers: dict[int, Peer] = field(default_factory=dict)
     failure: Failure | None = None
     done: bool = False
@@ -77,8 +68,7 @@ class Party:
     def poll(self, timeout_s: float, wake: socket.socket) -> None:
         """Wait for messages, at most so long, and take them."""
         poller = select.poll()
-        for descriptor in self._descriptors():
-            poller.register(descriptor, select.POLLIN)
+        self._register(poller)
         poller.register(wake.fileno(), select.POLLIN)
         poller.poll(timeout_s * 1000)
         with suppress(BlockingIOError):
@@ -86,6 +76,14 @@ class Party:
         self._excuse_own_sleep()
         for peer in list(self.peers.values()):
             self._listen_to(peer)
+
+    def packed(self, failure: Failure) -> bytes:
+        """A failure in the form in which it is told here."""
+        return packed(failure, self.secret is not None)
+
+    def unpacked(self, blob: bytes) -> Failure:
+        """A failure of which another rank told; see `unpacked`."""
+        return unpacked(blob, self.secret is not None)
 
     def beat(self, status: Status) -> None:
         """Give a sign of life."""
@@ -111,8 +109,10 @@ class Party:
         for peer in self.peers.values():
             peer.line.close()
 
-    def _descriptors(self) -> Iterable[int]:
-        return [peer.line.socket.fileno() for peer in self.peers.values() if not peer.line.closed]
+    def _register(self, poller: select.poll) -> None:
+        for peer in self.peers.values():
+            if not peer.line.closed:
+                poller.register(peer.line.socket.fileno(), select.POLLIN)
 
     def _excuse_own_sleep(self) -> None:
         """A process that was stopped itself (a suspended laptop, Ctrl-Z) must not blame those it could not hear."""
@@ -125,22 +125,30 @@ class Party:
     def _listen_to(self, peer: Peer) -> None:
         if peer.line.closed:
             return
-        for kind, body in peer.line.receive():
-            peer.heard, peer.cpu = self.looked, None
-            if kind == "beat":
-                peer.status, peer.told = body, self.looked
-            elif kind == "confirmed":
-                peer.unconfirmed -= 1
-            elif kind == "done":
-                peer.done = True
-            else:
-                peer.tell("confirmed")
-                if kind == "bye":
-                    peer.finished, self.last_left = True, self.looked
-                else:
-                    self.learn(Failure.from_bytes(body), body)
+        try:
+            for kind, body in peer.line.receive():
+                self._hear(peer, kind, body)
+        except Malformed as error:
+            peer.line.break_off(str(error))
         if peer.line.closed and not peer.finished and peer.gone_since is None:
             peer.gone_since = self.looked
+
+    def _hear(self, peer: Peer, kind: str, body: bytes | Status | None) -> None:
+        peer.heard, peer.cpu = self.looked, None
+        if isinstance(body, Status):
+            if body.rank != peer.status.rank:
+                raise Malformed(f"rank {peer.status.rank} says that it is rank {body.rank}")
+            peer.status, peer.told = body, self.looked
+        elif kind == "confirmed":
+            peer.unconfirmed -= 1
+        elif kind == "done":
+            peer.done = True
+        else:
+            peer.tell("confirmed")
+            if isinstance(body, bytes):
+                self.learn(self.unpacked(body), body)
+            else:
+                peer.finished, self.last_left = True, self.looked
 
     def learn(self, failure: Failure, blob: bytes) -> None:
         """Take a failure as the run's, if it is the first."""
@@ -159,6 +167,11 @@ class Party:
         """The peer whose connection ended first without a goodbye."""
         raise NotImplementedError
 
+    @property
+    def dropped(self) -> int:
+        """How many connections were ended since what came over them was nothing that ranks say."""
+        return sum(peer.line.fault is not None for peer in self.peers.values())
+
     def alone(self) -> bool:
         """Whether nobody needs this rank's watch once it has finished itself."""
         raise NotImplementedError
@@ -170,7 +183,8 @@ class Party:
             if peer.finished or peer.line.closed or silent_s < self.patience.stale_s / 2:
                 continue
             if not self._computes(peer, now) and silent_s >= self.patience.stale_s:
-                end_silent(peer.status.process, self.own.process)
+                if peer.line.proven:  # else anybody could name a process
+                    end_silent(peer.status.process, self.own.process)
                 return lost(peer.status.rank, peer.status.stage, not_heard_of(silent_s))
         return None
 

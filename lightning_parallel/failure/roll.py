@@ -5,23 +5,28 @@ exception, and one place that hears all ranks can tell all three. `Hub` is that 
 end of it. Both belong to the watch's thread. Left out: what is done about it (``watch.py``).
 """
 
-import hmac
+import logging
 import secrets
+import select
 import socket
-import struct
 import time
-from collections.abc import Iterable
-from contextlib import suppress
 
 from torch.distributed import Store
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.party import Party, Peer, Status
+from lightning_parallel.failure.messages import Status
+from lightning_parallel.failure.party import Party, Peer
 from lightning_parallel.failure.wire import Line, listen
+from lightning_parallel.handshake import Session, Unproven
+from lightning_parallel.handshake import connect as prove
+from lightning_parallel.handshake import listen as have_proven
+from lightning_parallel.secret import SECRET, Secret
+from lightning_parallel.strangers import Strangers, Waits, drive
 
-_RANK = struct.Struct("!I")
-_TOKEN_BYTES = 32
-_CONNECT_S = 20.0
+_CONNECT_S, _AGAIN_S = 20.0, 0.05
+_MOST_STRANGERS = 128
+_SEALED, _OPEN = "secret", "none"  # whether rank 0 has a secret, in the store
+_log = logging.getLogger(__name__)
 _REMEDY = (
     "All ranks have to make the calls that they make together (barrier, all_gather, save_checkpoint, a log with"
     " sync_dist=True), and to get as many batches as the others."
@@ -33,10 +38,19 @@ class Hub(Party):
 
     def open(self, host: str, store: Store, key: str) -> "Hub":
         """Listen, and say in the store where."""
-        self._token = secrets.token_hex(_TOKEN_BYTES // 2)
-        self._server, self._strangers = listen(host), list[Line]()
-        store.set(key, f"{host} {self._server.getsockname()[1]} {self._token}")
+        token, server = secrets.token_hex(16), listen(host)
+        self._key = _key(self.secret, token)
+        self._strangers = Strangers(server, self._greet, _MOST_STRANGERS + self.world_size)
+        kind = _OPEN if self.secret is None else _SEALED
+        store.set(key, f"{host} {server.getsockname()[1]} {token} {kind}")
         return self
+
+    def _greet(self, stream: socket.socket) -> Waits[tuple[socket.socket, Session]]:
+        """Have whoever connected prove that it knows what ranks of this run do, and is one that is not there yet."""
+        session = yield from have_proven(stream, self._key)
+        if not 0 < session.number < self.world_size or session.number in self.peers:
+            raise Unproven(f"it says that it is rank {session.number}, which is here or is none")
+        return stream, session
 
     def judge(self, now: float) -> Failure | None:
         """A rank that is gone or silent, or all ranks that wait for each other."""
@@ -55,7 +69,7 @@ class Hub(Party):
 
     def report(self, blob: bytes) -> None:
         """A failure of this rank itself."""
-        self.learn(Failure.from_bytes(blob), blob)
+        self.learn(self.unpacked(blob), blob)
 
     def part(self) -> bool:
         if not self.done and len(self.peers) == self.world_size - 1 and all(p.done for p in self.peers.values()):
@@ -91,59 +105,82 @@ class Hub(Party):
         )
 
     def close(self) -> None:
-        self._server.close()
-        for stranger in self._strangers:
-            stranger.close()
+        self._strangers.close()
         super().close()
 
     def poll(self, timeout_s: float, wake: socket.socket) -> None:
-        super().poll(timeout_s, wake)
-        with suppress(BlockingIOError):
-            while True:
-                self._strangers.append(Line(self._server.accept()[0]))
-        self._strangers = [stranger for stranger in self._strangers if not self._admit(stranger)]
+        before, now = self._strangers.dropped, time.monotonic()
+        super().poll(min(timeout_s, self._strangers.wait_s(now)), wake)
+        for stream, session in self._strangers.advance(time.monotonic()):
+            self._admit(stream, session)
+        if before == 0 and self._strangers.dropped:
+            _log.warning(f"The watch of rank 0 has turned a connection away: {self._strangers.last}.")
 
-    def _descriptors(self) -> Iterable[int]:
-        strangers = [stranger.socket.fileno() for stranger in self._strangers]
-        return [*super()._descriptors(), self._server.fileno(), *strangers]
+    @property
+    def dropped(self) -> int:
+        return self._strangers.dropped + super().dropped
 
-    def _admit(self, stranger: Line) -> bool:
-        """Whether the matter of a new connection is settled: a rank is admitted, anybody else is turned away."""
-        hello = stranger.receive_raw(_TOKEN_BYTES + _RANK.size)
-        if hello is None:
-            if stranger.closed:
-                stranger.close()
-            return stranger.closed
-        if not hmac.compare_digest(hello[:_TOKEN_BYTES], self._token.encode()):
-            stranger.close()
-            return True
-        rank = _RANK.unpack(hello[_TOKEN_BYTES:])[0]
-        self.peers[rank] = peer = Peer(stranger, Status(rank, None, ("", 0)), self.looked)
+    def _register(self, poller: select.poll) -> None:
+        super()._register(poller)
+        self._strangers.register(poller)
+
+    def _admit(self, stream: socket.socket, session: Session) -> None:
+        """A rank is there: tell it what it missed."""
+        if session.number in self.peers:  # two came for it in this very moment
+            stream.close()
+            return
+        line = Line(stream, session, self.secret is not None)
+        self.peers[session.number] = peer = Peer(line, Status(session.number, None, ("", 0)), self.looked)
         peer.tell("beat", self.own)  # at once, for the case that this rank does not live until the next one
         if self.failure is not None:
-            peer.tell("failure", self.failure.to_bytes())
+            peer.tell("failure", self.packed(self.failure))
         if self.finished:
             peer.tell("bye")
         self._listen_to(peer)
-        return True
 
 
 class Spoke(Party):
     """Another rank's end: it hears rank 0 alone."""
 
     def open(self, store: Store, key: str) -> "Spoke":
-        """Connect to the hub of which the store tells."""
-        host, port, token = store.get(key).decode().split()
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        except OSError as error:
-            raise ConnectionError(
-                f"rank {self.own.rank} cannot reach rank 0's watch at {host}:{port}: {error}"
-            ) from error
-        line = Line(connection)
-        line.send_raw(token.encode() + _RANK.pack(self.own.rank))
+        """Connect to the hub of which the store tells.
+
+        Raises:
+            ConnectionError: it cannot be reached, or has another secret.
+        """
+        host, port, token, kind = store.get(key).decode().split()
+        rank = self.own.rank
+        if (kind == _SEALED) != (self.secret is not None):
+            who = f"rank {rank} has none" if kind == _SEALED else f"rank 0 has none, but rank {rank} has"
+            raise ConnectionError(f"Ranks of this run are given different secrets: {who}. {_SAME}")
+        line = self._connected(host, int(port), _key(self.secret, token))
         self.peers[0] = Peer(line, Status(0, None, ("", 0)), time.monotonic())
         return self
+
+    def _connected(self, host: str, port: int, key: bytes) -> Line:
+        """A line on which both ends have proven themselves; tried anew where rank 0 had too many to look after."""
+        rank, deadline = self.own.rank, time.monotonic() + _CONNECT_S
+        while True:
+            try:
+                stream = socket.create_connection((host, port), timeout=_CONNECT_S)
+            except OSError as error:
+                raise ConnectionError(f"rank {rank} cannot reach rank 0's watch at {host}:{port}: {error}") from error
+            try:
+                stream.setblocking(False)
+                session = drive(stream, prove(stream, key, rank), max(0.1, deadline - time.monotonic()))
+                return Line(stream, session, self.secret is not None)
+            except Unproven as error:
+                stream.close()
+                raise ConnectionError(
+                    f"rank 0's watch at {host}:{port} is not of rank {rank}'s run. {_SAME}"
+                ) from error
+            except OSError as error:
+                stream.close()
+                if time.monotonic() > deadline:
+                    raise ConnectionError(
+                        f"rank {rank} waited {_CONNECT_S:.0f} s for rank 0's watch at {host}:{port}: {error}"
+                    ) from error
+                time.sleep(_AGAIN_S)
 
     def judge(self, now: float) -> Failure | None:
         """Rank 0 has fallen silent."""
@@ -154,7 +191,7 @@ class Spoke(Party):
 
     def report(self, blob: bytes) -> None:
         """Tell rank 0, which answers with the run's first failure: this one, or another."""
-        self.peers[0].line.send(("failure", blob))
+        self.peers[0].line.send("failure", blob)
 
     def part(self) -> bool:
         if not self.done:
@@ -164,3 +201,14 @@ class Spoke(Party):
 
     def alone(self) -> bool:
         return True
+
+
+def _key(secret: Secret | None, token: str) -> bytes:
+    """By which ranks of one run know each other.
+
+    Without a secret it is known to whoever reaches the store; what such ends say is taken as words alone.
+    """
+    return (secret or Secret(token)).key("watch", token.encode())
+
+
+_SAME = f"Set {SECRET} to the same text for all ranks, or for none."

@@ -34,6 +34,8 @@ class Watch(WatchThread):
         host: the name under which the other ranks reach rank 0's host.
         stage: pipeline stage of this rank, for messages.
         patience: how long to wait for what.
+        secret: of the run; without one, other ranks' exceptions come as a `StageError` with their words, since whoever
+            reaches the store could send one that runs code here.
         exit: ends the process, once it did not end by itself.
     """
 
@@ -74,7 +76,7 @@ class Watch(WatchThread):
     def _publish(self, mine: Failure) -> None:
         self._own_error = mine.error
         if self._party is not None and not self._stopped.is_set():
-            self._outbox.append(mine.to_bytes())
+            self._outbox.append(self._party.packed(mine))
             self._nudge()
             self._known.wait(SAID_S)
         self._take(mine)  # alone, or rank 0 does not answer

@@ -16,19 +16,22 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from lightning_parallel.errors import Failure
+from lightning_parallel.errors import Failure, RemoteError, describe
 from lightning_parallel.failure.aborts import Connections
 from lightning_parallel.failure.ending import Ending
 from lightning_parallel.failure.last_batch import LastBatch
-from lightning_parallel.failure.party import ENDED, Party, Status, lost, not_heard_of
+from lightning_parallel.failure.messages import Status
+from lightning_parallel.failure.party import ENDED, Party, lost, not_heard_of
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import this_process
 from lightning_parallel.failure.pulse import Pulse
 from lightning_parallel.failure.roll import Hub, Spoke
+from lightning_parallel.secret import Secret
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended
 SAID_S = 1.5  # how long a goodbye or a report may take to arrive
 _BUSY_S = 0.05
+_BLIND = "the watch of rank {} over the others has failed, so no failure of theirs would be seen: {}"
 _live: "weakref.WeakSet[WatchThread]" = weakref.WeakSet()
 
 
@@ -44,11 +47,13 @@ class WatchThread:
         host: str = "127.0.0.1",
         stage: int | None = None,
         patience: Patience | None = None,
+        secret: Secret | None = None,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         self.rank, self.world_size, self._stage = rank, world_size, stage
         self.waiting: str | None = None
         self.progress = 0
+        self.secret = secret
         self.patience = patience or Patience()
         self.lost_hint: Callable[[int], str | None] = lambda rank: None
         self.failure: Failure | None = None
@@ -79,21 +84,46 @@ class WatchThread:
         key = f"watch/{store.add(f'watch/count/{self.rank}', 1)}"
         own = Status(self.rank, self._stage, self._process)
         if self.rank == 0:
-            return Hub(own, self.patience, self.world_size).open(host, store, key)
-        return Spoke(own, self.patience, self.world_size).open(store, key)
+            return Hub(own, self.patience, self.world_size, self.secret).open(host, store, key)
+        return Spoke(own, self.patience, self.world_size, self.secret).open(store, key)
 
     def _run(self) -> None:
         assert self._party is not None
         try:
             while not self._turn(self._party):
                 pass
-        except Exception:
+        except BaseException as error:
             if not self._stopping:
-                traceback.print_exc()
+                self._end_without(error)
         finally:
             self._parted.set()
             self._stopped.set()
             self._close()
+
+    def _end_without(self, error: BaseException) -> None:
+        """The watch itself has failed: nothing would find out about other ranks, so this one does not go on."""
+        traceback.print_exc()
+        text = "".join(traceback.format_exception(error))
+        told = RemoteError(type(error).__name__, str(error), text)
+        mine = Failure(self.rank, self._stage, "", told, text, _BLIND.format(self.rank, describe(told)))
+        try:
+            self._take(mine)
+            with suppress(Exception):
+                assert self._party is not None
+                self._party.report(self._party.packed(mine))
+            while not self._stopping and not self._ending.is_due(time.monotonic() - self._failed_at):
+                self._woken_or(_BUSY_S)
+            why = "" if self._stopping else "".join(traceback.format_exception(self._raisable(mine)))
+        except BaseException:
+            why = text
+        if not self._stopping:
+            self._ending.end(self.rank, why)
+
+    def _woken_or(self, seconds: float) -> None:
+        with suppress(OSError):
+            self._woken.setblocking(True)
+            self._woken.settimeout(seconds)
+            self._woken.recv(4096)
 
     def _turn(self, party: Party) -> bool:
         """One turn of the thread's loop; whether it was the last."""
@@ -156,11 +186,13 @@ class WatchThread:
             hint, silent_s = self.lost_hint(gone.status.rank), gone.gone_since - gone.heard
             if silent_s > self.patience.stale_s / 2:  # somebody else found that it was stopped, and ended it
                 failure = lost(gone.status.rank, gone.status.stage, not_heard_of(silent_s))
+            elif gone.line.fault is not None:
+                failure = lost(gone.status.rank, gone.status.stage, f"its connection sent {gone.line.fault}")
             elif hint is not None or now - gone.gone_since > _HINT_S:
                 why = f"{ENDED} ({hint or 'killed, or out of memory'})"
                 failure = lost(gone.status.rank, gone.status.stage, why)
         if failure is not None:
-            party.learn(failure, failure.to_bytes())
+            party.learn(failure, party.packed(failure))
 
     def _leave(self, party: Party, now: float) -> bool:
         """Say goodbye once; rank 0 then stays for those that have not, until its process ends."""

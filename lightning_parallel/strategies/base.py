@@ -7,10 +7,11 @@ mesh. Left out: anything a model's parameters or steps undergo; that is the subc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,13 +19,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_parallel.checkpoint.files import refuse_foreign
 from lightning_parallel.failure.aborts import abort_device_groups
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups, open_store
+from lightning_parallel.secret import SECRET, Secret
 from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.saving import SavesAfterFailure
 from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
@@ -40,6 +42,14 @@ if TYPE_CHECKING:
 _LATE = timedelta(seconds=25)  # how long ranks wait for each other after a run
 _TRAINED = ("_lightning_module", "_model", "_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 StartMethod = Literal["popen", "fork", "spawn"]
+
+
+@cache
+def _say_once() -> None:
+    rank_zero_info(
+        "This run has no secret, so an exception of one rank is raised on the others as a StageError with its words,"
+        f" not as its own class. Set {SECRET} to 16 or more characters, the same for all ranks."
+    )
 
 
 def _reads_nothing(failed: bool) -> None:
@@ -136,7 +146,10 @@ class MeshStrategy(SavesAfterFailure):
         assert environment is not None
         host, device = environment.main_address, self.root_device
         store = open_store(host, environment.main_port, rank, world, self.timeout)
-        self.watch = Watch(rank, world, store, host=host, patience=self.patience)
+        secret = Secret.of_run() if world > 1 else None
+        self.watch = Watch(rank, world, store, host=host, patience=self.patience, secret=secret)
+        if world > 1 and secret is None:
+            _say_once()
         self._store, self._updates, self._is_updating, self._meetings = store, 0, False, 0
         with self.watch.opening():
             connect(store, rank, world, device, self.timeout)
@@ -214,6 +227,7 @@ class MeshStrategy(SavesAfterFailure):
 
     def teardown(self) -> None:
         failed = self.failed
+        untold = self._untold()
         self.hooks_are_over()
         self._restore_sigterm()
         self._read_shown(failed)
@@ -232,6 +246,14 @@ class MeshStrategy(SavesAfterFailure):
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
+        if untold is not None:
+            raise untold from untold.__cause__
+
+    def _untold(self) -> BaseException | None:
+        """What the run has failed of, if this rank would end as if it had not."""
+        if self.watch is None or not self.failed or getattr(self.launcher, "will_part", False):
+            return None
+        return None if sys.exc_info()[1] is not None else self.watch.cause(0.0)
 
     def part(self) -> None:
         """After the last hooks of a run: wait for those of the other ranks.

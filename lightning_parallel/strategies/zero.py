@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.zero_arguments import Engine, engine_of, refuse_zero_arguments
+from lightning_parallel.strategies.zero_checkpoints import AnyEngine
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.trainer.norm_sync import apply_sync

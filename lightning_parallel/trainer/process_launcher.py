@@ -31,6 +31,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import has_store
+from lightning_parallel.secret import Secret
 from lightning_parallel.trainer.built_here import build_where_weights_go
 from lightning_parallel.trainer.callback_states import load_callbacks, load_measured, measured_by
 from lightning_parallel.trainer.failures import reported, show_notes, tell, where_of
@@ -57,12 +58,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._weights: dict[str, Any] | None = None
         self._gathered: dict[str, Any] = {}  # states of callbacks
         self._file: UnnamedFile | None = None  # for the weights
+        self._secret: Secret | None = None  # of the run
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function on every rank and return what rank 0 returned."""
         self._check(trainer)
         states = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        self._secret = Secret.for_ranks(self._strategy.num_nodes)
         with UnnamedFile() if fits else nullcontext() as self._file:
             try:
                 with self._port():
@@ -75,7 +78,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             else:
                 return output if trainer is None else self._take_back(output, trainer)
             finally:
-                self._file = None
+                self._file = self._secret = None
 
     def _run(self, job: tuple) -> Any:
         children = self._start(job)
@@ -236,6 +239,8 @@ def _rank_main(
     """What a rank's process runs."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if launcher._secret is not None:
+        launcher._secret.keep()
     if launcher._start_method == "fork":
         torch.set_num_threads(
             1

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -24,6 +24,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.ports import ReservedPort
+from lightning_parallel.secret import Secret
 from lightning_parallel.trainer.failures import exit_hint, reported
 from lightning_parallel.trainer.main_port import main_port
 
@@ -59,8 +60,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             port, _family.reserved = main_port(self.cluster_environment)
             os.environ["MASTER_PORT"] = str(port)
             os.environ[_PARENT] = str(os.getpid())
+            secret = Secret.for_ranks(self.num_nodes)
+            if secret is not None:
+                secret.keep()  # for as long as the family lives
             try:
-                self._call_children_scripts()
+                with nullcontext() if secret is None else secret.in_environment():
+                    self._call_children_scripts()
             finally:
                 del os.environ[_PARENT]  # of the children alone
             _family.adopt(self.procs, self._patience_s)

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from lightning_parallel.errors import StageError
 from lightning_parallel.failure.patience import Moving, Patience
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.secret import Secret
 from tests.harness import Outcome, free_port, rank_outcomes, run_ranks
 
+SECRET = Secret.make()
 QUICK = Patience(beat_s=0.05, stale_s=1.0, blocked_s=0.6, grace_s=0.4, exit_s=0.6, cause_s=1.0)
 # Nothing in these tests may take longer than its bound: silence, grace, exit and a second for two busy cores.
 BOUND_S = QUICK.stale_s + QUICK.grace_s + QUICK.exit_s + 2.0
@@ -23,7 +25,7 @@ BOUND_S = QUICK.stale_s + QUICK.grace_s + QUICK.exit_s + 2.0
 def watched(rank: int, world_size: int, port: int, patience: Patience = QUICK) -> Watch:
     """A watch, and a gloo group whose connections it may shut."""
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=10))
-    watch = Watch(rank, world_size, store, stage=world_size - 1 - rank, patience=patience)
+    watch = Watch(rank, world_size, store, stage=world_size - 1 - rank, patience=patience, secret=SECRET)
     with watch.opening():
         group_store = dist.PrefixStore("group", store)
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size)
@@ -232,8 +234,8 @@ def test_rank_0_may_be_the_last_to_finish():
 def test_a_second_watch_of_the_same_store_is_a_watch_of_its_own():
     def twice(rank: int, port: int) -> list[str | None]:
         store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-        Watch(rank, 2, store, patience=QUICK).stop()
-        second = Watch(rank, 2, store, patience=QUICK)
+        Watch(rank, 2, store, patience=QUICK, secret=SECRET).stop()
+        second = Watch(rank, 2, store, patience=QUICK, secret=SECRET)
         if rank == 1:
             second.report(KeyError("second"))
         error = second.cause(5.0)
@@ -344,3 +346,20 @@ def test_ranks_part_when_all_have_come_to_the_end_or_fail_with_one_that_has_not(
     for outcome in outcomes:
         assert outcome.returned == (failing is None)
         assert failing is None or type(outcome.error) is KeyError
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_watch_that_fails_ends_its_rank_in_words(victim: int, capfd):
+    """Its main thread computes, and would never hear of anything."""
+
+    def step(rank: int, port: int) -> None:
+        watch = watched(rank, 2, port)
+        dist.barrier()
+        if rank == victim:
+            watch._party.beat = None  # type: ignore[union-attr, method-assign, assignment]
+        threading.Event().wait()
+
+    outcomes = outcomes_of(step, 2)
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    words = f"the watch of rank {victim} over the others has failed, so no failure of theirs would be seen: TypeError"
+    assert words in capfd.readouterr().err

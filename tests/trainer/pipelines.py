@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_parallel.secret import SECRET
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks, said_by
 
@@ -139,11 +140,15 @@ def make_trainer(strategy: Any, devices: int, callbacks: Sequence[Callback] = ()
     return Trainer(**{**quiet, **options}, strategy=strategy, devices=devices, callbacks=list(callbacks))
 
 
+SECRET_OF_TESTS = {SECRET: "the secret of ranks that somebody else starts"}
+
+
 def join_as_torchrun(rank: int, world_size: int, port: int) -> None:
     """Make this process a rank of a run that torchrun started."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests",
+        **SECRET_OF_TESTS,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import Classifier, row_loader
-from tests.trainer.pipelines import LOSS, WEIGHTS, Case, assert_same, fit, one_process
+from tests.trainer.pipelines import LOSS, SECRET_OF_TESTS, WEIGHTS, Case, assert_same, fit, one_process
 
 
 def join_as_slurm(rank: int, world_size: int, port: int) -> None:
@@ -18,7 +18,7 @@ def join_as_slurm(rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         SLURM_JOB_ID="7", SLURM_JOB_NAME="train", SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size),
         SLURM_NNODES="1", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0", SLURM_NODELIST="localhost",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(port), **SECRET_OF_TESTS,
     )  # fmt: skip
 
 

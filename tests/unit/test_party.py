@@ -3,27 +3,36 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.party import Peer, Status
+from lightning_parallel.failure.messages import Status
+from lightning_parallel.failure.party import Peer
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.roll import _REMEDY, Hub, Spoke
 from lightning_parallel.failure.wire import Line
+from lightning_parallel.handshake import Session
+from lightning_parallel.secret import Secret
 
 NOBODY = ("", 0)
 WAITS = Status(1, 0, NOBODY, "the other stages, to compare notes", 38.0)
 
 
+def ends() -> tuple[Line, Line]:
+    """Both ends of a line whose ends have proven themselves."""
+    ours, theirs = socket.socketpair()
+    return Line(ours, Session(b"ours", b"theirs")), Line(theirs, Session(b"theirs", b"ours"))
+
+
 @pytest.fixture
 def hub() -> Iterator[tuple[Hub, Line]]:
     """Rank 0, and rank 1's end of its line."""
-    ours, theirs = socket.socketpair()
+    ours, line = ends()
     hub = Hub(Status(0, 1, NOBODY), Patience(beat_s=0.0), world_size=2)
-    hub.peers[1] = Peer(Line(ours), Status(1, 0, NOBODY), hub.looked)
-    line = Line(theirs)
+    hub.peers[1] = Peer(ours, Status(1, 0, NOBODY), hub.looked)
     yield hub, line
     hub.peers[1].line.close()
     line.close()
@@ -37,12 +46,12 @@ def hears(hub: Hub) -> None:
 def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hub, Line]):
     """Its last sign of life is from before; if it still waits it says so with the next one."""
     rank_0, line = hub
-    line.send(("beat", WAITS))
+    line.send("beat", WAITS)
     hears(rank_0)
     assert rank_0.stuck() is None, "rank 0 computes"
     rank_0.leave()
     assert rank_0.stuck() is None
-    line.send(("beat", WAITS))
+    line.send("beat", WAITS)
     hears(rank_0)
     failure = rank_0.stuck()
     assert failure is not None
@@ -57,7 +66,7 @@ def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hu
 def test_ranks_part_when_the_last_has_come(hub: tuple[Hub, Line]):
     rank_0, line = hub
     assert not rank_0.part()
-    line.send(("done", None))
+    line.send("done")
     hears(rank_0)
     assert rank_0.part() and line.receive() == [("done", None)]
 
@@ -106,17 +115,20 @@ def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[Hub, Line])
     assert rank_0.silence(now) is None and peer.heard >= now
 
 
-def test_a_rank_that_comes_late_hears_what_it_missed():
+@pytest.mark.parametrize("secret", [None, Secret.make()])
+def test_a_rank_that_comes_late_hears_what_it_missed(secret: Secret | None):
     """The first failure, and that rank 0 has left."""
     store, (wake, other) = dist.HashStore(), socket.socketpair()
     wake.setblocking(False)
-    hub = Hub(Status(0, 1, NOBODY), Patience(), 2).open("127.0.0.1", store, "watch")
-    hub.report(Failure(0, 1, headline="stage 1 (rank 0) failed").to_bytes())
+    hub = Hub(Status(0, 1, NOBODY), Patience(), 2, secret).open("127.0.0.1", store, "watch")
+    hub.report(hub.packed(Failure(0, 1, headline="stage 1 (rank 0) failed")))
     hub.leave()
-    spoke = Spoke(Status(1, 0, NOBODY), Patience(), 2).open(store, "watch")
-    deadline = time.monotonic() + 10
-    while not hub.peers and time.monotonic() < deadline:
-        hub.poll(0.1, wake)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(Spoke(Status(1, 0, NOBODY), Patience(), 2, secret).open, store, "watch")
+        deadline = time.monotonic() + 10
+        while not hub.peers and time.monotonic() < deadline:
+            hub.poll(0.1, wake)
+    spoke = coming.result()
     while not (spoke.failure and spoke.peers[0].finished) and time.monotonic() < deadline:
         spoke.poll(0.1, wake)
     assert spoke.failure is not None and spoke.failure.headline == "stage 1 (rank 0) failed"
@@ -133,11 +145,11 @@ def test_a_rank_that_comes_late_hears_what_it_missed():
 
 def test_a_message_ends_the_wait_for_messages():
     """It is heard when it comes, and not with the next sign of life."""
-    (ours, theirs), (wake, other) = socket.socketpair(), socket.socketpair()
+    (ours, line), (wake, other) = ends(), socket.socketpair()
     wake.setblocking(False)
-    spoke, line = Spoke(Status(1, 0, NOBODY), Patience(), 2), Line(theirs)
-    spoke.peers[0] = Peer(Line(ours), Status(0, 1, NOBODY), spoke.looked)
-    line.send(("done", None))
+    spoke = Spoke(Status(1, 0, NOBODY), Patience(), 2)
+    spoke.peers[0] = Peer(ours, Status(0, 1, NOBODY), spoke.looked)
+    line.send("done")
     began = time.monotonic()
     spoke.poll(30.0, wake)
     assert spoke.peers[0].done and time.monotonic() - began < 20.0
