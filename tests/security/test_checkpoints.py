@@ -226,7 +226,9 @@ def test_ckpt_path_of_a_stranger_runs_nothing(tmp_path, charge, name):
 
 @needs_weights_only
 @pytest.mark.parametrize("where", FOLDERS)
-@pytest.mark.parametrize("name", ["pipeline", "zero_2", "zero_3", "hybrid", "tensor"])
+@pytest.mark.parametrize(
+    "name", ["pipeline", "zero_2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero_3", "hybrid", "tensor"))]
+)
 def test_a_folder_of_a_stranger_runs_nothing_unless_it_is_trusted(tmp_path, folder, charge, name, where):
     FOLDERS[where](folder, charge)
     fit, *others = ways_in(STRATEGIES[name], folder)
