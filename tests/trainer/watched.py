@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
+from lightning_parallel.secret import Secret
 from lightning_parallel.trainer.failures import report_exception
 from lightning_parallel.trainer.launchers import make_launcher
 from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
@@ -39,7 +40,8 @@ class WatchedStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         self.set_world_ranks()
         store, _, _ = next(iter(dist.rendezvous("env://", rank=self.global_rank, world_size=self.world_size)))
-        self.watch = Watch(self.global_rank, self.world_size, store, patience=QUICK)
+        secret = Secret.of_run() if self.world_size > 1 else None
+        self.watch = Watch(self.global_rank, self.world_size, store, patience=QUICK, secret=secret)
         self.launcher.joined(self.watch)
         with self.watch.opening():
             group_store = dist.PrefixStore("group", store)
