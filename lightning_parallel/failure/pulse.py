@@ -1,22 +1,20 @@
 """Does the main thread of this rank get on?
 
 The one idea: it does while it waits for nobody, while its count of steps changes, or, where much data moves, while the
-process uses its processor.
+process uses its processor, but for what the watch uses itself.
 """
 
 from __future__ import annotations
 
-import os
 import time
 
 from lightning_parallel.failure.patience import Moving
-from lightning_parallel.failure.processes import processor_seconds
 
 _COPYING = 0.02  # of a processor: who uses more is at work, who waits uses none
 
 
 class Pulse:
-    """For how long the main thread has stood still.
+    """For how long the main thread has stood still; asked by one thread, whose own use of the processor is no work.
 
     Args:
         look_s: over how long the use of the processor is looked at.
@@ -45,5 +43,5 @@ class Pulse:
         looked, before = self._used
         if now - looked < self._look_s:
             return False
-        self._used = now, processor_seconds(os.getpid())
+        self._used = now, time.process_time() - time.thread_time()
         return self._used[1] - before > _COPYING * (now - looked)

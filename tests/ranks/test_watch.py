@@ -39,10 +39,10 @@ def receive(watch: Watch, source: int, what: str = "F0") -> torch.Tensor:
     return box
 
 
-def outcomes_of(fn, world_size: int, awaited: set[int] | None = None, bound_s: float = BOUND_S + 2.0) -> list[Outcome]:
+def outcomes_of(fn, world_size: int, awaited: set[int] | None = None) -> list[Outcome]:
     started = time.monotonic()
-    outcomes = rank_outcomes(fn, world_size, free_port(), timeout=29.0, group=False, awaited=awaited)
-    assert time.monotonic() - started < bound_s
+    outcomes = rank_outcomes(fn, world_size, free_port(), timeout=20.0, group=False, awaited=awaited)
+    assert time.monotonic() - started < BOUND_S + 2.0
     return outcomes
 
 
@@ -157,7 +157,7 @@ def test_ranks_that_wait_for_a_state_that_nobody_moves_are_stuck():
         with watch.blocked(Moving(f"the state of rank {1 - rank}")):
             dist.recv(torch.zeros(1), 1 - rank)
 
-    for outcome in outcomes_of(step, 2, bound_s=30.0):
+    for outcome in outcomes_of(step, 2):
         assert "\n  stage 1 (rank 0): the state of rank 1\n  stage 0 (rank 1): the state of rank 0" in str(
             outcome.error
         )
