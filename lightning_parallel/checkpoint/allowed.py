@@ -41,17 +41,25 @@ _CLASSES: tuple[type, ...] = (
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(one.__module__, one.__qualname__): one for one in _CLASSES}
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_DAMAGED = (
+    pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError, IndexError, ImportError,
+    MemoryError,
+)  # fmt: skip  # what unpickling ends in
 _GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")  # PyTorch's words for what it does not read
 
 
-def refusal(path: Path, name: str) -> pickle.UnpicklingError:
-    """What to raise for a file that asks for something that is not on the list."""
-    return pickle.UnpicklingError(
-        f"{path} asks for {name}, which is no tensor and no plain value, and reading it could run anybody's code. If"
-        " you trust whoever wrote the file: fit(..., ckpt_path=..., weights_only=False), as in validate, test and"
-        " predict; lightning-parallel consolidate --trusted for a folder. A type of your own is allowed by"
-        " torch.serialization.add_safe_globals([...])."
-    )
+class Untrusted(pickle.UnpicklingError):
+    """A file asks for something that is not on the list."""
+
+    @classmethod
+    def asks_for(cls, path: Path, name: str) -> Untrusted:
+        """That which a file asks for, in words."""
+        return cls(
+            f"{path} asks for {name}, which is no tensor and no plain value, and reading it could run anybody's code."
+            " If you trust whoever wrote the file: fit(..., ckpt_path=..., weights_only=False), as in validate, test"
+            " and predict; lightning-parallel consolidate --trusted for a folder. A type of your own is allowed by"
+            " torch.serialization.add_safe_globals([...])."
+        )
 
 
 class Restricted(pickle.Unpickler):
@@ -70,7 +78,7 @@ class Restricted(pickle.Unpickler):
         """The object of that name.
 
         Raises:
-            pickle.UnpicklingError: it is not on the list.
+            Untrusted: it is not on the list.
         """
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
@@ -80,7 +88,7 @@ class Restricted(pickle.Unpickler):
             return lambda name: torch.serialization._get_layout(name)
         if module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.layout)):
             return vars(torch)[name]
-        raise refusal(self._path, f"{module}.{name}")
+        raise Untrusted.asks_for(self._path, f"{module}.{name}")
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -91,17 +99,15 @@ def read_metadata(path: Path) -> Metadata:
 
     Raises:
         ValueError: it is damaged, or names files outside of its folder.
-        pickle.UnpicklingError: it asks for what is not on the list.
+        Untrusted: it asks for what is not on the list.
     """
     try:
         with _left_alone(path):
             found = Restricted(io.BytesIO(path.read_bytes()), path).load()
         return _checked(found, path)
-    except pickle.UnpicklingError as error:
-        if "asks for" in str(error):
-            raise
-        raise ValueError(_damaged(path, error)) from error
-    except (EOFError, AttributeError, TypeError, ValueError, KeyError, IndexError, ImportError, MemoryError) as error:
+    except Untrusted:
+        raise
+    except _DAMAGED as error:
         raise ValueError(_damaged(path, error)) from error
 
 
@@ -174,7 +180,7 @@ class FolderPlanner(DefaultLoadPlanner):
         """Put a value in its place.
 
         Raises:
-            pickle.UnpicklingError: it asks for what is not on the list.
+            Untrusted: it asks for what is not on the list.
         """
         assert read_item.type == LoadItemType.BYTE_IO
         name = read_item.dest_index.fqn
@@ -196,7 +202,7 @@ def named(path: Path, content: Callable[[], bytes]) -> Iterator[None]:
         name = _asked_for(str(error)) or _first_asked(path, content())
         if name is None:
             raise
-        raise refusal(path, name) from error
+        raise Untrusted.asks_for(path, name) from error
 
 
 def _asked_for(words: str) -> str | None:

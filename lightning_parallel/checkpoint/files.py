@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_parallel.checkpoint.allowed import named
+from lightning_parallel.checkpoint.allowed import Untrusted, named
 from lightning_parallel.checkpoint.room import room_for
 
 _DAMAGED = (RuntimeError, EOFError, OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError, ValueError)
@@ -81,8 +81,8 @@ def read(path: Path, map_location: Any = None, weights_only: bool | None = None)
         with named(path, path.read_bytes):
             return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        if "asks for" in str(error) or zipfile.is_zipfile(path):
-            raise  # words about weights_only
+        if isinstance(error, Untrusted) or zipfile.is_zipfile(path):
+            raise  # PyTorch's own words about weights_only
         raise ValueError(_damaged(path, error)) from error
     except _DAMAGED as error:
         raise ValueError(_damaged(path, error)) from error

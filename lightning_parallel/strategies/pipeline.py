@@ -197,7 +197,7 @@ class PipelineStrategy(PipelineBuilding):
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
         hold_writers(trainer, self.at_loss)
         if self.num_ranks > 1:
-            refuse_saving_pretrained(self.lightning_module)
+            refuse_saving_pretrained(self.lightning_module, "stage of the model", "Call")
         assert self._restore is not None
         self._restore()
 

@@ -26,7 +26,7 @@ from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_cli
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.trainer.norm_sync import apply_sync
 from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
-from lightning_parallel.trainer.refusals import refuse_saving_parts, refuse_scripts
+from lightning_parallel.trainer.refusals import refuse_saving_pretrained, refuse_scripts
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
@@ -171,7 +171,7 @@ class ZeROStrategy(ZeRODivision):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self.model = apply_sync(self._layer_sync, self.model)
         clean_state_dicts(self.lightning_module)
-        self._engine, self._is_engaged = None, True
+        self._engine, self._is_engaged, self._may_save = None, True, None
         assert self.watch is not None
         with self.watch.opening():
             self._control = dist.new_group(backend="gloo")
@@ -181,7 +181,9 @@ class ZeROStrategy(ZeRODivision):
         if self.engine_name == "fsdp2":
             refuse_scripts(self.lightning_module, 'engine="fsdp2" puts hooks and shards into modules')
             self._engine = self._shard(trainer)
-            refuse_saving_parts(self.lightning_module)
+            self._may_save = refuse_saving_pretrained(
+                self.lightning_module, "share of every parameter", "Call it behind fit, or"
+            )
             self._load_waiting()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -231,6 +233,8 @@ class ZeROStrategy(ZeRODivision):
             self.lightning_module.to(self.root_device)
 
     def _disengage(self, engine: AnyEngine, failed: bool) -> None:
+        if self._may_save is not None:
+            self._may_save()
         if self.watch is None or failed:
             engine.release(failed=True)
             return

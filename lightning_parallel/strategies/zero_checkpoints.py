@@ -41,6 +41,7 @@ class ZeROCheckpoints(FileOrFolder):
         super().__init__(*args, **kwargs)
         self._engine: AnyEngine | None = None
         self._is_engaged = False  # until it is released
+        self._may_save: Callable[[], None] | None = None  # lets `save_pretrained` write again
         self._masters: Mapping[str, Tensor] = {}  # 32-bit copies of a checkpoint, until there is an engine
         self._waiting: Callable[[], None] | None = None  # loads a folder's weights once they are divided
 

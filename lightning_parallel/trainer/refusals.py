@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.zero.elementwise import refuse_coupling
 
@@ -127,35 +126,33 @@ def refuse_scripts(module: nn.Module, what: str) -> None:
         )
 
 
-def refuse_saving_parts(module: LightningModule) -> None:
-    """Have models of `transformers` say in words that `save_pretrained` cannot write parameters that are divided."""
-    for part in module.modules():
-        if callable(getattr(type(part), "save_pretrained", None)):
-            part.__dict__["save_pretrained"] = partial(_save_what_is_whole, part)
+def refuse_saving_pretrained(module: LightningModule, share: str, remedy: str) -> Callable[[], None]:
+    """Have models of `transformers` say in words what `save_pretrained` cannot write.
 
+    Args:
+        module: which may hold such models.
+        share: what a rank has of one.
+        remedy: what to do, up to saving a checkpoint.
 
-def _save_what_is_whole(part: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+    Returns:
+        What takes it away.
+    """
+
+    def says(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            "save_pretrained would write this rank's share of every parameter alone. Call it behind fit, or"
-            " trainer.save_checkpoint(path) on every rank, and in one process"
-            ' module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
+            f"save_pretrained would write this rank's {share} alone. {remedy} trainer.save_checkpoint(path) on every"
+            ' rank, and in one process module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
         )
-    return type(part).save_pretrained(part, *args, **kwargs)
 
+    models = [part for part in module.modules() if callable(getattr(part, "save_pretrained", None))]
+    for part in models:
+        part.__dict__["save_pretrained"] = says
 
-def refuse_saving_pretrained(module: LightningModule) -> None:
-    """Have models of `transformers` say in words what `save_pretrained` cannot write where a rank holds a stage."""
-    for part in module.modules():
-        if callable(getattr(part, "save_pretrained", None)):
-            part.__dict__["save_pretrained"] = _says_how_to_save
+    def undo() -> None:
+        for part in models:
+            part.__dict__.pop("save_pretrained", None)
 
-
-def _says_how_to_save(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "save_pretrained would write this rank's stage of the model alone. Call trainer.save_checkpoint(path) on every"
-        ' rank, and in one process module.load_state_dict(torch.load(path)["state_dict"]) and then save_pretrained.'
-    )
+    return undo
 
 
 def _refuse_iterators(module: LightningModule, name: str, step: str) -> None:

@@ -300,10 +300,10 @@ def one_process(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS])
 def test_two_ranks_are_one_process(name):
-    check(name, 2)
+    assert_one_process(name, 2)
 
 
-def check(name: str, size: int, **options: Any) -> None:
+def assert_one_process(name: str, size: int, **options: Any) -> None:
     losses, norms, gradients, weights = one_process(name)
     ranks = on_ranks(name, size, **options)
     for (ours, our_norms, our_gradients, our_weights), bits, cut in ranks:
@@ -312,9 +312,8 @@ def check(name: str, size: int, **options: Any) -> None:
         torch.testing.assert_close(our_norms, norms, **CLOSE)
         torch.testing.assert_close(our_gradients, gradients, **CLOSE)
         for key, value in weights.items():
-            if key.endswith(
-                ("in_proj_bias", "qkv.bias")
-            ):  # keys' shift all scores of a row alike: a gradient of rounding
+            # keys' shift all scores of a row alike: their gradient is rounding
+            if key.endswith(("in_proj_bias", "qkv.bias")):
                 keys = slice(16, 16 + (value.numel() - 16) // 2)
                 our_weights[key][keys] = value[keys]
             torch.testing.assert_close(our_weights[key], value, **ADAM)
@@ -339,7 +338,7 @@ def check(name: str, size: int, **options: Any) -> None:
     ],
 )
 def test_four_ranks_are_one_process(name):
-    check(name, 4)
+    assert_one_process(name, 4)
 
 
 class Perceptron(nn.Module):
@@ -553,7 +552,7 @@ def test_code_that_goes_on_with_wrong_heads_is_found_out_at_its_first_call():
     ],
 )
 def test_slices_of_the_sequence_are_one_process(name):
-    check(name, 2, sequence_parallel=True)
+    assert_one_process(name, 2, sequence_parallel=True)
 
 
 def test_between_blocks_a_rank_has_its_slice_and_draws_its_own_masks():
@@ -592,8 +591,8 @@ def test_blocks_that_cannot_work_on_slices_are_refused(make, loss_of, words):
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
-def test_cross_entropy_of_logits_apart_is_one_processs(name):
-    check(name, 2, loss_parallel=True)
+def test_cross_entropy_of_logits_apart_is_one_process(name):
+    assert_one_process(name, 2, loss_parallel=True)
 
 
 def test_logits_apart_are_gathered_for_anything_but_their_loss():
@@ -648,7 +647,7 @@ class Heard(TensorAxis):
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_weights_gradients_are_made_while_gradients_of_inputs_are_summed(name):
     """Of each scope the first product (all there is in a GPT's); the others' come before, see `overlap`."""
-    check(name, 2, overlap=True)
+    assert_one_process(name, 2, overlap=True)
     make, loss_of, _ = MODELS[name]
     torch.manual_seed(1)
     model = make()

@@ -4,7 +4,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.trainer.test_environments import join_as_slurm
 from tests.trainer.test_launchers import ROOT, script_environment
 
 Case = tuple[str, str, int]  # strategy, place, rank
+Told = tuple[list[Seen], dict[str, Any]]  # by one process: of failures, and weights of runs that did not fail
 ONE_OF_EACH: list[Case] = [
     ("pipeline", "training_step", 1), ("zero_1", "optimizer_step", 0), ("zero_2", "validation_step", 1),
     ("zero_3", "on_fit_start", 1), ("hybrid", "teardown", 1), ("hybrid_3", "training_step", 0),
@@ -63,7 +64,7 @@ def assert_seen(found: Seen, case: Case) -> None:
     assert f"(rank {1 - rank} stopped because of it)" in note or strategy == "server", told
 
 
-def assert_all(found: Sequence[tuple[list[Seen], dict[str, Any]]], cases: Sequence[Case]) -> None:
+def assert_all(found: Sequence[Told], cases: Sequence[Case]) -> None:
     """Of every process."""
     reference = train("auto", 1)
     for seen, _ in found:
@@ -90,60 +91,65 @@ def own_folder(monkeypatch, tmp_path_factory):
     tempfile.tempdir = None
 
 
-def by_launcher(join: Any, cases: Sequence[Case], timeout: float = 55.0) -> None:
+def by_launcher(join: Any, cases: Sequence[Case], timeout: float = 55.0) -> list[Told]:
     def run(rank: int, port: int) -> Any:
         join(rank, 2, port)
         return fail_and_train(cases, 2)
 
-    assert_all(run_ranks(run, 2, free_port(), group=False, timeout=timeout), cases)
+    return run_ranks(run, 2, free_port(), group=False, timeout=timeout)
 
 
-def by_forks(cases: Sequence[Case], start_method: str = "fork") -> None:
-    assert_all([fail_and_train(cases, start_method=start_method)], cases)
-    assert not new_children()
+def by_forks(cases: Sequence[Case], start_method: str = "fork") -> list[Told]:
+    return [fail_and_train(cases, start_method=start_method)]
 
 
-def by_script(folder: Path, cases: Sequence[Case], timeout: float = 120.0) -> None:
+def by_script(folder: Path, cases: Sequence[Case], timeout: float = 120.0) -> list[Told]:
     names = ["/".join(map(str, case)) for case in cases]
     done = subprocess.run(
         [sys.executable, "-m", "tests.trainer.failing", "--into", str(folder), *names],
         cwd=ROOT, env=script_environment(), capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert_all([pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)], cases)
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]
 
 
 def test_ranks_of_torchrun(own_folder):
-    by_launcher(join_as_torchrun, ONE_OF_EACH)
+    assert_all(by_launcher(join_as_torchrun, ONE_OF_EACH), ONE_OF_EACH)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: "-".join(map(str, case)))
 def test_forked_ranks(case: Case, own_folder):
-    by_forks([case])
+    assert_all(by_forks([case]), [case])
+    assert not new_children()
 
 
 @pytest.mark.timeout(130)
 def test_scripts(own_folder, tmp_path):
-    by_script(tmp_path, ONE_OF_EACH)
+    assert_all(by_script(tmp_path, ONE_OF_EACH), ONE_OF_EACH)
 
 
 @pytest.mark.timeout(130)
 @pytest.mark.parametrize("case", [ONE_OF_EACH[4], *(pytest.param(c, marks=pytest.mark.slow) for c in ONE_OF_EACH[:4])])
 def test_spawned_ranks(case: Case, own_folder):
-    by_forks([case], "spawn")
+    assert_all(by_forks([case], "spawn"), [case])
+    assert not new_children()
+
+
+HOW: dict[str, Callable[[Path, list[Case]], list[Told]]] = {
+    "torchrun": lambda folder, cases: by_launcher(join_as_torchrun, cases, 280.0),
+    "slurm": lambda folder, cases: by_launcher(join_as_slurm, cases, 280.0),
+    "fork": lambda folder, cases: by_forks(cases),
+    "popen": lambda folder, cases: by_script(folder, cases, 280.0),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cases", ALL, ids=lambda cases: f"{cases[0][0]}-{cases[0][2]}")
-@pytest.mark.parametrize("how", ["torchrun", "slurm", "fork", "popen"])
+@pytest.mark.parametrize("how", HOW)
 def test_everywhere(how: str, cases: list[Case], own_folder, tmp_path):
-    if how == "fork":
-        by_forks(cases)
-    elif how == "popen":
-        by_script(tmp_path, cases, 280.0)
-    else:
-        by_launcher(join_as_torchrun if how == "torchrun" else join_as_slurm, cases, 280.0)
+    assert_all(HOW[how](tmp_path, cases), cases)
+    assert not new_children()
 
 
 class Late(Callback):
@@ -176,6 +182,15 @@ def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
         assert caught.value is own
     assert hears.heard == [caught.value]
     assert "rank 0" in caught.value.__notes__[-1].splitlines()[0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_hook_behind_the_strategys_teardown_that_fails_is_not_hidden(strategy: str, own_folder):
+    """Lightning tears a strategy down, calls the last hooks, and tears it down again where one of them raises."""
+    options = {"start_method": "popen"} if strategy != "server" else {}
+    with pytest.raises(Refused, match="teardown had enough"):
+        make_trainer(STRATEGIES[strategy](**options), 1, []).fit(Failing("teardown", 0))
     assert not dist.is_initialized()
 
 

@@ -93,6 +93,7 @@ def test_shards_say_how_the_whole_model_is_saved_and_that_works(tmp_path: Path):
         module = SavesInAHook(tmp_path)
         trainer = make_trainer(ZeROStrategy(stage=3), 2)
         trainer.fit(module, row_loader(), row_loader())
+        assert "save_pretrained" not in vars(module.net)
         trainer.save_checkpoint(tmp_path / "whole.ckpt")
         if rank == 0:
             module.net.save_pretrained(tmp_path / "behind.pt")
