@@ -27,10 +27,10 @@ LARGEST = 1 << 16  # bytes of a file
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
-    """The system writes no more of a file than `LARGEST`, as it would on a disk that has no more room."""
+def no_room(largest: int = LARGEST) -> Iterator[None]:
+    """The system writes no more of a file than so many bytes, as it would on a disk that has no more room."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
     try:
         yield
     finally:

@@ -1,10 +1,13 @@
 """Logs: what was written is what is read, up to the last whole entry."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
 from lightning_parallel.server import SSP, Adam, Layout, Rules, Server
 from lightning_parallel.server.storage import Storage
+from tests.security.test_full_disk import no_room
 from tests.server_world import World
 
 
@@ -20,8 +23,8 @@ def logged(tmp_path, snapshot_every: int):
 
     world = World(rules, 1, 2, 7, server_class=Logged, initial=torch.ones(6))
     world.work = lambda worker, result: result.vector - 2.0
-    world.run()
-    storage.close()
+    with closing(storage):
+        world.run()
     return world, rules
 
 
@@ -49,6 +52,14 @@ def test_an_entry_that_was_cut_off_is_left_out(tmp_path):
         found = Storage(tmp_path, rules).read()
         assert 0 < found[0].lsn < world.part(0).lsn
         assert_same(world.part(1), found[1])
+
+
+def test_an_entry_for_which_there_is_no_room_is_not_taken_for_written(tmp_path):
+    """The system takes a part of the last entry, and says so without an error."""
+    logged(tmp_path / "whole", 1000)
+    most = max(path.stat().st_size for path in (tmp_path / "whole").glob("range-*.log"))
+    with no_room(most - 10), pytest.raises(OSError, match="File too large"):
+        logged(tmp_path / "full", 1000)
 
 
 def test_a_byte_that_rotted_ends_the_log(tmp_path):
