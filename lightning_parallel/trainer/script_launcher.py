@@ -111,7 +111,6 @@ class _Family:
         self.children: list[subprocess.Popen] = []
         self.failed = False
         self.reserved: ReservedPort | None = None  # where the ranks meet; for as long as this process lives
-        self._strategy: Any = None
         self._awaited_for: str | None = None  # what the ranks have yet to join, as in "trainer.fit"
 
     def adopt(self, children: list[subprocess.Popen], patience_s: float) -> None:
@@ -123,7 +122,7 @@ class _Family:
         """A run begins: until the ranks are connected, one that ended is missed."""
         if not hasattr(strategy, "watch"):
             return  # such a strategy does not say when they are
-        self._strategy, fn = strategy, None if trainer is None else trainer.state.fn
+        fn = None if trainer is None else trainer.state.fn
         self._awaited_for = "the run" if fn is None else f"trainer.{fn.value}"
         if not self.children and _PARENT in os.environ:
             _end_with(int(os.environ[_PARENT]))
