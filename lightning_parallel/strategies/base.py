@@ -162,6 +162,14 @@ class MeshStrategy(SavesAfterFailure):
         if device.type == "cuda":
             self.watch.on_abort(abort_device_groups)
 
+    @contextmanager
+    def opening_groups(self) -> Iterator[None]:
+        """A context in which more groups are made, once every rank is about to: nothing frees one that waits inside."""
+        assert self.watch is not None
+        self.barrier("process groups are made")
+        with self.watch.opening():
+            yield
+
     def let_host_run_ahead(self, trainer: Trainer) -> None:
         """Between batches wait for no device: agree on SIGTERM by the watch, and read what a progress bar shows when it
         shows it; for `setup` of a subclass to call."""

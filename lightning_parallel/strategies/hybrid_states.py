@@ -130,7 +130,7 @@ class DividedPipeline(GatheredSteps):
         nbytes = max(1, int(self.bucket_mb * 2**20))
         options = Options(self.zero_stage, nbytes, self.master_weights and fits, host)
         by_block = self.gather_once_a == "microbatch"
-        with self.watch.opening():
+        with self.opening_groups():
             reductions = pipeline.open_sum_group()
             reads = pipeline.open_sum_group("gloo") if by_block else None
         self._states = states = StageStates(

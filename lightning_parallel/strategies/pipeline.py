@@ -184,7 +184,7 @@ class PipelineStrategy(PipelineBuilding):
         self._refuse_schedule(self._full_schedule())
         assert self.watch is not None
         self.watch.stage = self.stage
-        with self.watch.opening():
+        with self.opening_groups():
             self._pipeline = self._assemble()
         if self.state_dict_type == "sharded":
             refuse_sharded(trainer, self.lightning_module, type(self).__name__)

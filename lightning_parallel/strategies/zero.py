@@ -173,7 +173,7 @@ class ZeROStrategy(ZeRODivision):
         clean_state_dicts(self.lightning_module)
         self._engine, self._is_engaged, self._may_save = None, True, None
         assert self.watch is not None
-        with self.watch.opening():
+        with self.opening_groups():
             self._control = dist.new_group(backend="gloo")
         self._reset_optimizers_and_schedulers()
         if trainer.state.fn == TrainerFn.FITTING and self.activation_checkpointing:

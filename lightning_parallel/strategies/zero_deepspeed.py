@@ -51,7 +51,7 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
         strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload, strategy.master_weights
     )
     assert strategy.watch is not None
-    with strategy.watch.opening():  # of DeepSpeed's own groups, too
+    with strategy.opening_groups():  # of DeepSpeed's own groups, too
         engine = DeepSpeedEngine(
             module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked,
             strategy._ranks(),

@@ -53,7 +53,7 @@ class ZeRODivision(ZeROSteps):
         if size == world:
             return Ranks(rank, world)
         assert self.watch is not None
-        with self.watch.opening():
+        with self.opening_groups():
             neighbours = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
             counterparts = [dist.new_group(list(range(place, world, size))) for place in range(size)]
         place, replica = rank % size, rank // size
@@ -74,7 +74,7 @@ class ZeRODivision(ZeROSteps):
         if size == self.world_size:
             return self.mesh["data"]
         assert self.watch is not None
-        with self.watch.opening():
+        with self.opening_groups():
             return build_mesh(self.root_device.type, {"replicas": self.world_size // size, "shards": size})
 
     def _options(self) -> Options:

@@ -37,6 +37,7 @@ ONE_OF_EACH: list[Case] = [
     ("tensor", "predict_step", 1), ("server", "collate", 1),
 ]  # fmt: skip
 ALL: list[list[Case]] = [[(strategy, place, rank) for place in PLACES] for strategy in STRATEGIES for rank in (0, 1)]
+BEFORE_GROUPS: list[Case] = [("hybrid_3", "configure_optimizers", 0), ("hybrid", "configure_optimizers", 1)]
 NAMES = {"collate": "the data loader", "worker": "the data loader"}
 
 
@@ -114,7 +115,8 @@ def by_script(folder: Path, cases: Sequence[Case], timeout: float = 120.0) -> li
 
 
 def test_ranks_of_torchrun(own_folder):
-    assert_all(by_launcher(join_as_torchrun, ONE_OF_EACH), ONE_OF_EACH)
+    cases = [*ONE_OF_EACH[:-1], *BEFORE_GROUPS, ONE_OF_EACH[-1]]
+    assert_all(by_launcher(join_as_torchrun, cases), cases)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: "-".join(map(str, case)))
