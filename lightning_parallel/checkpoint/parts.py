@@ -8,6 +8,7 @@ which are read at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import RawIOBase
 from math import prod
@@ -16,11 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
+_META_TELLS = torch.__version__ >= "2.11"  # loads onto meta read no values and say where they begin; fakes do, slower
 _SMALL = 1 << 12  # bytes; of a smaller tensor's file what tells its layout is more than its values
 
 
@@ -34,8 +37,11 @@ class Place:
 
     def layout(self, file: RawIOBase) -> tuple[Tensor, int | None]:
         """The tensor on the meta device, and where its values begin; None where PyTorch does not say."""
-        tensor = torch.load(self._view(file), map_location="meta", weights_only=True)
+        with nullcontext() if _META_TELLS else FakeTensorMode():
+            tensor = torch.load(self._view(file), map_location="meta" if _META_TELLS else None, weights_only=True)
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if not _META_TELLS:
+            tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         return tensor, begin if tensor.is_contiguous() and not tensor.storage_offset() else None
 
     def _view(self, file: RawIOBase) -> Any:

@@ -21,6 +21,8 @@ _REDUCTIONS = (
     aten.max.default, aten.min.default, aten.amax.default, aten.amin.default, aten.any.default, aten.all.default,
     aten.linalg_vector_norm.default,
 )  # fmt: skip
+# Of shards that differ in length PyTorch 2.9 averages the averages.
+_SUMS_OF = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 _READ = aten._local_scalar_dense.default
 _WHAT = "the other ranks to read the same number of a divided tensor"
 
@@ -58,6 +60,9 @@ class WholeScalars:
         return op(self._whole(args[0]))
 
     def _reduce(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if op in _SUMS_OF:
+            total = _SUMS_OF[op](*args, **kwargs)
+            return total / (args[0].numel() // max(total.numel(), 1))
         assert self._handlers is not None
         own, before = self._handlers.pop(op), self._before[op]
         if before is not None:

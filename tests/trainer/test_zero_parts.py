@@ -3,12 +3,14 @@
 import copy
 import importlib.util
 import io
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
@@ -160,9 +162,11 @@ class WithATest(Wide):
 
 
 def evaluated_from(folder: Path) -> Any:
+    options = {"weights_only": False} if "weights_only" in signature(Trainer.test).parameters else {}
+
     def test(trainer: Any, module: Any) -> Any:
         trainer.save_checkpoint(folder)
-        [after] = trainer.test(WithATest(), loader(), ckpt_path=folder, verbose=False, weights_only=False)
+        [after] = trainer.test(WithATest(), loader(), ckpt_path=folder, verbose=False, **options)
         return after, trainer.test(module, loader(), verbose=False)
 
     return test
