@@ -25,6 +25,7 @@ from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
 from lightning_parallel.zero.deepspeed_setup import (
     DeepSpeedOptions,
     Shards,
+    answering_for,
     forget_groups,
     import_deepspeed,
     vectors_of,
@@ -152,7 +153,8 @@ class DividedModule(DividedStates):
         left = self._states_left()
         shapes = {n: (p, getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()}
         whole, self._released = {} if is_lost else self._whole_parameters(), True
-        self.deepspeed.destroy()
+        with answering_for(self.ranks.rank) if failed else nullcontext():
+            self.deepspeed.destroy()
         if is_lost:
             whole = {parameter: torch.empty(0, dtype=parameter.dtype) for parameter, _ in shapes.values()}
         for parameter, values in whole.items():
