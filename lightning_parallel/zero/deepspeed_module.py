@@ -149,6 +149,16 @@ class DividedModule(DividedStates):
     def release(self, failed: bool = False) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective, but
         after a failure."""
+        try:
+            self._give_back(failed)
+        except BaseException:
+            if not failed:  # another rank failed while it was waited for
+                self._give_back(failed=True)
+            raise
+        finally:
+            forget_groups()
+
+    def _give_back(self, failed: bool) -> None:
         is_lost = failed and self.options.stage == 3 and self.ranks.size > 1
         left = self._states_left()
         shapes = {n: (p, getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()}
@@ -175,7 +185,6 @@ class DividedModule(DividedStates):
             self.optimizer.state = left
             for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["params"] = params
-        forget_groups()
 
     def _states_left(self) -> Any:
         """The optimizer's states behind the run: of parameters where this rank has all, else guarded."""

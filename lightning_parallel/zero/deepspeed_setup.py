@@ -154,6 +154,7 @@ def refuse_missing() -> None:
         raise ModuleNotFoundError("deepspeed is not installed: pip install deepspeed")
 
 
+_DEVICE = "DS_ACCELERATOR"
 _before: dict[str, str | None] = {}  # variables of the environment that are others for a run
 
 
@@ -167,10 +168,11 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         ModuleNotFoundError: it is not installed.
     """
     refuse_missing()
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
+    with _told_in_environment(device):
+        import deepspeed
 
+        deepspeed.accelerator.get_accelerator()  # which it keeps
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets another
     if device.type == "cpu":
         import deepspeed.ops
@@ -180,6 +182,19 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         # Its answer is whether oneDNN is fast with float16; PyTorch computes with it on any CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
+
+
+@contextmanager
+def _told_in_environment(device: torch.device) -> Iterator[None]:
+    """A context in which DeepSpeed's variable names the device, unless the user's does."""
+    if _DEVICE in os.environ:
+        yield
+        return
+    os.environ[_DEVICE] = device.type
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICE]
 
 
 def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping[str, int]) -> None:
@@ -202,6 +217,16 @@ def _look_up_when_called(backend: Any) -> None:
     """Its backend keeps two functions of torch.distributed as they were at its start; measurements replace them."""
     backend.all_gather_function = lambda *args, **kwargs: dist.all_gather_into_tensor(*args, **kwargs)
     backend.reduce_scatter_function = lambda *args, **kwargs: dist.reduce_scatter_tensor(*args, **kwargs)
+
+
+@contextmanager
+def forgotten_on_failure() -> Iterator[None]:
+    """A context in which DeepSpeed is set up for a run; what it has kept is forgotten if it fails."""
+    try:
+        yield
+    except BaseException:
+        forget_groups()
+        raise
 
 
 @contextmanager
