@@ -245,11 +245,14 @@ def answering_for(rank: int) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Behind a run: DeepSpeed keeps groups of processes in globals, and they are closed now."""
+    """Behind a run: DeepSpeed keeps groups of processes in globals, and they are closed now; and the module, in which a
+    forward that failed was."""
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups
 
     comm.cdb = None
+    parameter_offload.FWD_MODULE_STACK.clear()
     groups._release_process_group_references(group=None)
     while _before:
         name, value = _before.popitem()
