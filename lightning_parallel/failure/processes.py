@@ -24,6 +24,13 @@ def processor_seconds(pid: int) -> float:
     return 0.0
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped by a signal (SIGSTOP), and not by a debugger."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def open_sockets() -> set[tuple[int, str]]:
     """Descriptors of this process's sockets with the kernel's names for them (descriptors are used again)."""
     found = set()

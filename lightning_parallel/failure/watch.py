@@ -96,6 +96,13 @@ class Watch(WatchThread):
         self._is_asked, self._next_beat = True, 0.0
         self._nudge()
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether this rank was told to end, or has heard that another one was."""
+        if self._is_asked:
+            self.last_batch.ask(self.rank)
+        return self.last_batch.asked_by is not None
+
     def begin_batch(self) -> bool:
         """Whether to begin one more batch: not, where a rank was told to end and the last one of all is over."""
         last = self.last_batch

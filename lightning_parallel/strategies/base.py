@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_parallel.checkpoint.files import refuse_foreign
@@ -177,6 +178,15 @@ class MeshStrategy(SavesAfterFailure):
         if self.watch is not None and self.world_size > 1:
             self._restore_sigterm = replace_sigterm_broadcast(trainer, self.watch)
 
+    def on_train_end(self) -> None:
+        """A rank that was told to end in the very last batch ends as in any other, and all ranks with it."""
+        super().on_train_end()
+        self._end_if_told()
+
+    def _end_if_told(self) -> None:
+        if self.watch is not None and getattr(self.watch, "is_told_to_end", False) and not self.failed:
+            raise SIGTERMException
+
     def on_exception(self, exception: BaseException) -> None:
         report_exception(self, exception)
 
@@ -241,6 +251,7 @@ class MeshStrategy(SavesAfterFailure):
         self._read_shown(failed)
         if self.watch is not None and not failed:
             self._keep_weights()
+            self._end_if_told()
             self.barrier("teardown")
         self._mesh = self._barriers = None
         try:
@@ -269,6 +280,7 @@ class MeshStrategy(SavesAfterFailure):
         Raises:
             Exception: what they have failed of.
         """
+        self._end_if_told()
         if self.watch is not None:
             self.watch.part()
         self._stop_watch()

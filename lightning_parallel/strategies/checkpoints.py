@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.sharded import save_sharded
@@ -54,13 +55,17 @@ class FileOrFolder(MeshStrategy):
         if self.ranks_have_ended:
             leave_weights(checkpoint)
         with self.connected():
-            save_sharded(
-                checkpoint, list(self.lightning_module.state_dict()), Path(filepath), self.barrier, self._written
-            )
+            names = names_of_state(self.lightning_module)
+            save_sharded(checkpoint, names, Path(filepath), self.barrier, self._written)
 
     def _written(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Of values by their names in a folder those that this rank writes."""
         return flat
+
+
+def names_of_state(module: nn.Module) -> list[str]:
+    """The keys of a module's state dict, for which no parameter is read: one that is divided has no values."""
+    return list(module.state_dict(keep_vars=True))
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -187,6 +187,7 @@ class PipelineSteps(PipelineGradients):
         self._pause()
         if self.pipeline.num_replicas > 1:
             self._compare_replicas("at the end of training")
+        super().on_train_end()
 
     def _compare_replicas(self, when: str) -> None:
         self.pipeline.compare_replicas(when)

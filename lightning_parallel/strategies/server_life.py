@@ -214,8 +214,9 @@ class ServerLife(ServerRuns):
             if self.worker is not None:
                 self.worker.close(failed)
         finally:
-            self.worker, self.watch, self._line, self.rows, self.island = None, None, None, None, None
-            self.evaluations = None
+            self.worker, self._line, self.rows, self.island, self.evaluations = None, None, None, None, None
+            if not getattr(self.launcher, "will_part", False):  # hooks are still to come, which may fail
+                self._stop_watch()
             if failed or self.world_size == 1:  # one worker meets nobody behind the run
                 self._close_hub()
         ParallelStrategy.teardown(self)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.checkpoint.parts import StoredTensor
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.failure.patience import Moving
-from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
+from lightning_parallel.strategies.checkpoints import FileOrFolder, names_of_state, unwrapped
 from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
 from lightning_parallel.zero.compiled_names import clean_state_dicts
 from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
@@ -76,7 +76,7 @@ class ZeROCheckpoints(FileOrFolder):
             return super().lightning_module_state_dict()
         if self.state_dict_type == "sharded":
             pieces = self.engine.model_pieces(self.lightning_module)
-            whole = self._deal_out(pieces, list(self.lightning_module.state_dict()))
+            whole = self._deal_out(pieces, names_of_state(self.lightning_module))
             return {name: fields["value"] for name, fields in whole.items()}
         return self.engine.model_state(self.lightning_module, self._gather)
 

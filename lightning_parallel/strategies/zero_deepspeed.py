@@ -18,7 +18,12 @@ from lightning_parallel.pipeline.compiled import is_compiled
 from lightning_parallel.trainer.holders import model_copies, refuse_sharded
 from lightning_parallel.trainer.loops import leave_inference_mode
 from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, connect_deepspeed, import_deepspeed
+from lightning_parallel.zero.deepspeed_setup import (
+    DeepSpeedOptions,
+    connect_deepspeed,
+    forgotten_on_failure,
+    import_deepspeed,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,17 +50,18 @@ def make_engine(strategy: ZeROStrategy, trainer: Trainer, optimizers: Sequence[O
         "RANK": strategy.global_rank, "WORLD_SIZE": strategy.world_size,
         "LOCAL_RANK": strategy.local_rank, "LOCAL_SIZE": strategy.num_processes,
     }  # fmt: skip
-    connect_deepspeed(import_deepspeed(device), device, rank)
     nbytes = max(1, int(strategy.bucket_mb * 2**20))
     options = DeepSpeedOptions(
         strategy.zero_stage, nbytes, _DTYPES[precision], strategy.offload, strategy.master_weights
     )
     assert strategy.watch is not None
-    with strategy.opening_groups():  # of DeepSpeed's own groups, too
-        engine = DeepSpeedEngine(
-            module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked,
-            strategy._ranks(),
-        )  # fmt: skip
+    with forgotten_on_failure():
+        connect_deepspeed(import_deepspeed(device), device, rank)
+        with strategy.opening_groups():  # of DeepSpeed's own groups, too
+            engine = DeepSpeedEngine(
+                module, optimizers, device, options, strategy.local_rank, strategy.control, strategy.blocked,
+                strategy._ranks(),
+            )  # fmt: skip
     engine.broadcast_buffers = strategy.broadcast_buffers
     return engine
 

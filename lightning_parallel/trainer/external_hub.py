@@ -11,8 +11,8 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Client, Listener
 from multiprocessing.util import Finalize
@@ -144,7 +144,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
     try:
-        with listener or Listener(str(path), "AF_UNIX", backlog=world_size) as listening:
+        with listener or _listening(path, world_size) as listening:
             come = (
                 listening.accept if isinstance(listening, Listener) else partial(cast(Hosts, hosts).accept, listening)
             )
@@ -159,6 +159,17 @@ def _serve(
                 hub.close()
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _listening(path: Path, backlog: int) -> Iterator[Listener]:
+    """Listen in a folder, which may be gone in the end: somebody cleaned up, or the run's temporary folder went."""
+    listener = Listener(str(path), "AF_UNIX", backlog=backlog)
+    try:
+        yield listener
+    finally:
+        with suppress(FileNotFoundError):
+            listener.close()
 
 
 def _all_come(

@@ -121,8 +121,9 @@ class Hub(HubLines):
         elif kind is False and 0 not in self._island(rank) and (why := excuse(rest[0], self._lease)):
             self._leave_behind(line, rank, why)
         elif kind is False:
-            self._end(line, rank)
-            self.fail(rest[0])
+            del self.lines[line]
+            self.fail(rest[0])  # before those who wait are told that nobody else is awaited
+            self._met(self.meeting.leave(rank))
             self._retire(rank)  # so that nobody is left to wait for it, and all hear of the failure
         else:
             self.answers[rank] = rest[0]

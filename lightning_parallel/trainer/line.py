@@ -140,6 +140,15 @@ class Line:
         while self.connection.poll(0):
             self._early.append(self._read())
 
+    def part(self) -> None:
+        """Wait until every rank that is still there has come to the end of its run, its last hooks included.
+
+        Raises:
+            Exception: the failure of the run, if it has failed.
+        """
+        if not self.is_alone:
+            self.meet("the end of the run")
+
     def goodbye(self) -> None:
         """End in order, where no launcher does."""
         if self._reports:

@@ -37,6 +37,7 @@ from lightning_parallel.trainer.callback_states import load_callbacks, load_meas
 from lightning_parallel.trainer.failures import reported, show_notes, tell, where_of
 from lightning_parallel.trainer.main_port import main_port
 from lightning_parallel.trainer.rank_processes import LAST_WORDS_S, RankProcesses
+from lightning_parallel.trainer.stopped_launcher import look_after_launcher
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -239,6 +240,7 @@ def _rank_main(
     """What a rank's process runs."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    look_after_launcher(rank, launcher._strategy.patience)
     if launcher._secret is not None:
         launcher._secret.keep()
     if launcher._start_method == "fork":

@@ -25,6 +25,7 @@ from lightning_parallel.zero.deepspeed_checkpoints import DividedStates
 from lightning_parallel.zero.deepspeed_setup import (
     DeepSpeedOptions,
     Shards,
+    answering_for,
     forget_groups,
     import_deepspeed,
     vectors_of,
@@ -148,11 +149,22 @@ class DividedModule(DividedStates):
     def release(self, failed: bool = False) -> None:
         """Give the module back whole, on every rank's host, and the optimizer with its own parameters. Collective, but
         after a failure."""
+        try:
+            self._give_back(failed)
+        except BaseException:
+            if not failed:  # another rank failed while it was waited for
+                self._give_back(failed=True)
+            raise
+        finally:
+            forget_groups()
+
+    def _give_back(self, failed: bool) -> None:
         is_lost = failed and self.options.stage == 3 and self.ranks.size > 1
         left = self._states_left()
         shapes = {n: (p, getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()}
         whole, self._released = {} if is_lost else self._whole_parameters(), True
-        self.deepspeed.destroy()
+        with answering_for(self.ranks.rank) if failed else nullcontext():
+            self.deepspeed.destroy()
         if is_lost:
             whole = {parameter: torch.empty(0, dtype=parameter.dtype) for parameter, _ in shapes.values()}
         for parameter, values in whole.items():
@@ -173,7 +185,6 @@ class DividedModule(DividedStates):
             self.optimizer.state = left
             for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["params"] = params
-        forget_groups()
 
     def _states_left(self) -> Any:
         """The optimizer's states behind the run: of parameters where this rank has all, else guarded."""

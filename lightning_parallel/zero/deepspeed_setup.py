@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -154,6 +154,7 @@ def refuse_missing() -> None:
         raise ModuleNotFoundError("deepspeed is not installed: pip install deepspeed")
 
 
+_DEVICE = "DS_ACCELERATOR"
 _before: dict[str, str | None] = {}  # variables of the environment that are others for a run
 
 
@@ -167,10 +168,11 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         ModuleNotFoundError: it is not installed.
     """
     refuse_missing()
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
+    with _told_in_environment(device):
+        import deepspeed
 
+        deepspeed.accelerator.get_accelerator()  # which it keeps
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets another
     if device.type == "cpu":
         import deepspeed.ops
@@ -180,6 +182,19 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         # Its answer is whether oneDNN is fast with float16; PyTorch computes with it on any CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
+
+
+@contextmanager
+def _told_in_environment(device: torch.device) -> Iterator[None]:
+    """A context in which DeepSpeed's variable names the device, unless the user's does."""
+    if _DEVICE in os.environ:
+        yield
+        return
+    os.environ[_DEVICE] = device.type
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICE]
 
 
 def connect_deepspeed(deepspeed: ModuleType, device: torch.device, rank: Mapping[str, int]) -> None:
@@ -204,12 +219,40 @@ def _look_up_when_called(backend: Any) -> None:
     backend.reduce_scatter_function = lambda *args, **kwargs: dist.reduce_scatter_tensor(*args, **kwargs)
 
 
-def forget_groups() -> None:
-    """Behind a run: DeepSpeed keeps groups of processes in globals, and they are closed now."""
+@contextmanager
+def forgotten_on_failure() -> Iterator[None]:
+    """A context in which DeepSpeed is set up for a run; what it has kept is forgotten if it fails."""
+    try:
+        yield
+    except BaseException:
+        forget_groups()
+        raise
+
+
+@contextmanager
+def answering_for(rank: int) -> Iterator[None]:
+    """A context in which DeepSpeed takes itself apart behind a failure, when its groups are closed already.
+
+    It asks them for its rank, and for nothing else.
+    """
     from deepspeed.comm import comm
+
+    before, comm.cdb = comm.cdb, SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: rank)
+    try:
+        yield
+    finally:
+        comm.cdb = before
+
+
+def forget_groups() -> None:
+    """Behind a run: DeepSpeed keeps groups of processes in globals, and they are closed now; and the module, in which a
+    forward that failed was."""
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups
 
     comm.cdb = None
+    parameter_offload.FWD_MODULE_STACK.clear()
     groups._release_process_group_references(group=None)
     while _before:
         name, value = _before.popitem()

@@ -48,6 +48,10 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "tensor": lambda **more: TensorParallelStrategy(tensor_plan=PLAN, patience=QUICK, **more),
     "server": lambda **more: ParameterServerStrategy(**more),
 }
+DEEPSPEED: dict[str, Callable[..., Any]] = {
+    "deepspeed_2": lambda **more: ZeROStrategy(stage=2, engine="deepspeed", patience=QUICK, **more),
+    "deepspeed_3": lambda **more: ZeROStrategy(stage=3, engine="deepspeed", patience=QUICK, **more),
+}
 STAGED = ("pipeline", "hybrid", "hybrid_3", "tensor")  # whose steps are made of micro-batches
 PLACES = (
     "training_step", "optimizer_step", "on_before_optimizer_step", "on_train_batch_end", "validation_step",
@@ -176,7 +180,7 @@ def fail(strategy: str, place: str, rank: int, **options: Any) -> Seen:
     """One run in this process, which has to fail."""
     hears, before, began = Hears(), _all_there_is(place), time.monotonic()
     module = Failing(place, rank)
-    trainer = make_trainer(STRATEGIES[strategy](**options), 2, [hears], use_distributed_sampler=False)
+    trainer = make_trainer((STRATEGIES | DEEPSPEED)[strategy](**options), 2, [hears], use_distributed_sampler=False)
     run = trainer.predict if place == "predict_step" else trainer.fit
     try:
         run(module)
@@ -243,7 +247,7 @@ def train(strategy: str, devices: int = 2, **options: Any) -> dict[str, Tensor]:
     """A run that does not fail: its weights."""
     torch.manual_seed(1)
     module = Failing()
-    made = "auto" if strategy == "auto" else STRATEGIES[strategy](**options)
+    made = "auto" if strategy == "auto" else (STRATEGIES | DEEPSPEED)[strategy](**options)
     trainer = make_trainer(made, devices, use_distributed_sampler=False)
     keeps = Keeps()
     trainer.callbacks.append(keeps)

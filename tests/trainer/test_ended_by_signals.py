@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.server.transport import shared_files
@@ -18,6 +19,7 @@ from tests.trainer.failing import STRATEGIES, Failing
 from tests.trainer.modules import Classifier, row_loader
 from tests.trainer.pipelines import make_trainer
 from tests.trainer.test_sigterm import has_ended
+from tests.trainer.watched import QUICK
 
 fork = multiprocessing.get_context("fork")
 
@@ -112,6 +114,51 @@ def test_a_launcher_of_ranks_that_is_killed_leaves_nothing(strategy: str, tmp_pa
     process.join()
     assert all(has_ended(rank, within_s=15.0) for rank in ranks)
     assert not left_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero_2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pipeline", "server"))]
+)
+def test_a_launcher_of_ranks_that_is_stopped_is_ended_with_them(strategy: str, tmp_path, capfd):
+    more = {"patience": QUICK} if strategy == "server" else {}
+    process, ranks = launched(tmp_path, lambda: STRATEGIES[strategy](start_method="fork", **more))
+    os.kill(process.pid, signal.SIGSTOP)
+    assert all(has_ended(rank, within_s=25.0) for rank in ranks)
+    process.join(5.0)
+    assert process.exitcode == -signal.SIGKILL
+    assert wait_for(lambda: not left_in(tmp_path))
+    assert f"the process that started the ranks ({process.pid}) was stopped (SIGSTOP)" in capfd.readouterr().err
+
+
+class ToldToEnd(Failing):
+    """One rank is told to end, where no batch is to come."""
+
+    def maybe(self, place: str, when: bool = True) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank and when:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "rank"),
+    [
+        ("zero_2", "on_train_end", 1),
+        *(
+            pytest.param(strategy, place, rank, marks=pytest.mark.slow)
+            for strategy in ("zero_2", "pipeline", "hybrid")
+            for place in ("optimizer_step", "on_train_end")
+            for rank in (0, 1)
+        ),
+    ],
+)
+def test_a_signal_behind_the_beginning_of_the_last_batch_ends_all_ranks(strategy, place, rank):
+    trainer = make_trainer(
+        STRATEGIES[strategy](start_method="fork"), 2, max_epochs=1, limit_val_batches=0, use_distributed_sampler=False
+    )
+    with pytest.raises(SIGTERMException) as caught:
+        trainer.fit(ToldToEnd(place, rank), row_loader((8, 8)))
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert f"rank {rank} was told to end (SIGTERM), and all ranks with it" in "".join(caught.value.__notes__)
+    assert not new_children()
 
 
 def test_folders_of_jobs_that_live_are_left_alone(tmp_path, monkeypatch):

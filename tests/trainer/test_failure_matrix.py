@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 
 from tests.harness import free_port, new_children, run_ranks
 from tests.trainer.failing import (
+    DEEPSPEED,
     PLACES,
     STAGED,
     STRATEGIES,
@@ -36,8 +38,11 @@ ONE_OF_EACH: list[Case] = [
     ("zero_3", "on_fit_start", 1), ("hybrid", "teardown", 1), ("hybrid_3", "training_step", 0),
     ("tensor", "predict_step", 1), ("server", "collate", 1),
 ]  # fmt: skip
-ALL: list[list[Case]] = [[(strategy, place, rank) for place in PLACES] for strategy in STRATEGIES for rank in (0, 1)]
+ALL: list[list[Case]] = [
+    [(strategy, place, rank) for place in PLACES] for strategy in (*STRATEGIES, *DEEPSPEED) for rank in (0, 1)
+]
 BEFORE_GROUPS: list[Case] = [("hybrid_3", "configure_optimizers", 0), ("hybrid", "configure_optimizers", 1)]
+MADE = STRATEGIES | DEEPSPEED
 NAMES = {"collate": "the data loader", "worker": "the data loader"}
 
 
@@ -74,6 +79,11 @@ def assert_all(found: Sequence[Told], cases: Sequence[Case]) -> None:
                 for name, value in reference.items():
                     torch.testing.assert_close(ours[name], value, **WEIGHTS, msg=f"{name} under {strategy}")
     assert not any("" in weights for weights in found[0][1].values())
+
+
+def need(strategy: str) -> None:
+    if strategy in DEEPSPEED and find_spec("deepspeed") is None:  # whose import has to be told of the device
+        pytest.skip("DeepSpeed is not installed")
 
 
 @pytest.fixture
@@ -145,6 +155,7 @@ HOW: dict[str, Callable[[Path, list[Case]], list[Told]]] = {
 @pytest.mark.parametrize("cases", ALL, ids=lambda cases: f"{cases[0][0]}-{cases[0][2]}")
 @pytest.mark.parametrize("how", HOW)
 def test_everywhere(how: str, cases: list[Case], own_folder, tmp_path):
+    need(cases[0][0])
     assert_all(HOW[how](tmp_path, cases), cases)
     assert not new_children()
 
@@ -156,11 +167,15 @@ class Late(Callback):
         raise LookupError("late")
 
 
-ALONE = [name for name in STRATEGIES if not name.startswith(("hybrid", "tensor"))]  # that run on one rank
+ALONE: list[Any] = [  # that run on one rank
+    *(name for name in STRATEGIES if not name.startswith(("hybrid", "tensor"))),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in DEEPSPEED),
+]
 
 
 @pytest.mark.parametrize("strategy", ALONE)
 def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
+    need(strategy)
     own = Refused("training_step", 7)
 
     class Raises(Failing):
@@ -172,7 +187,7 @@ def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
     options = {"start_method": "popen"} if strategy != "server" else {}
     hears = Hears()
     with pytest.raises(Refused) as caught:
-        make_trainer(STRATEGIES[strategy](**options), 1, [hears]).fit(Raises())
+        make_trainer(MADE[strategy](**options), 1, [hears]).fit(Raises())
     if strategy == "server":  # its worker is a process of its own
         assert caught.value.code == 7
     else:
@@ -185,18 +200,20 @@ def test_in_one_process_it_is_the_users_own_object(strategy: str, own_folder):
 @pytest.mark.parametrize("strategy", ALONE)
 def test_a_hook_behind_the_strategys_teardown_that_fails_is_not_hidden(strategy: str, own_folder):
     """Lightning tears a strategy down, calls the last hooks, and tears it down again where one of them raises."""
+    need(strategy)
     options = {"start_method": "popen"} if strategy != "server" else {}
     with pytest.raises(Refused, match="teardown had enough"):
-        make_trainer(STRATEGIES[strategy](**options), 1, []).fit(Failing("teardown", 0))
+        make_trainer(MADE[strategy](**options), 1, []).fit(Failing("teardown", 0))
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("strategy", ALONE)
 def test_a_callback_that_fails_when_it_hears_of_it_leaves_nothing_either(strategy: str, own_folder):
+    need(strategy)
     options = {"start_method": "popen"}
     callbacks = [Late(), Hears()]
     with pytest.raises(LookupError, match="late") as caught:
-        make_trainer(STRATEGIES[strategy](**options), 1, callbacks).fit(Failing("training_step", 0))
+        make_trainer(MADE[strategy](**options), 1, callbacks).fit(Failing("training_step", 0))
     assert isinstance(caught.value.__context__, Refused)
     assert not dist.is_initialized()
     assert not [name for callback in callbacks for name in vars(callback) if name.startswith("on_")]
