@@ -194,12 +194,12 @@ class DividedPipeline(GatheredSteps):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sums_while_running(
-        self, schedule: Schedule, may_begin_anew: bool
+        self, schedule: Schedule, is_settled: bool
     ) -> tuple[Round | None, Callable[[int], None] | None]:
         module = self.lightning_module
         assert module is not None
         if self._states is None or self.pipeline.sums is not None:
-            return super().sums_while_running(schedule, may_begin_anew)
+            return super().sums_while_running(schedule, is_settled)
         accumulates = self.zero_stage == 1 and module.trainer.accumulate_grad_batches > 1
         first = not self._loss_checked  # one copy might begin it anew, and another not
         self._states.windows.passed = None
