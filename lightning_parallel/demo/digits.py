@@ -55,18 +55,24 @@ class DigitsClassifier(LightningModule):
         width: units of each hidden layer.
         num_layers: linear layers in all, >= 2.
         dropout: probability that a hidden unit is dropped while training; 0 leaves dropout out.
+        batch_norm: whether hidden units are normalised over the batch.
         learning_rate: of Adam.
     """
 
     def __init__(
-        self, width: int = 128, num_layers: int = 8, dropout: float = 0.0, learning_rate: float = 1e-3
+        self,
+        width: int = 128,
+        num_layers: int = 8,
+        dropout: float = 0.0,
+        learning_rate: float = 1e-3,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         layers: list[nn.Module] = []
         for inputs in (64, *[width] * (num_layers - 2)):
-            layers += [nn.Linear(inputs, width), nn.ReLU()]
+            layers += [nn.Linear(inputs, width), *([nn.BatchNorm1d(width)] if batch_norm else []), nn.ReLU()]
             layers += [nn.Dropout(dropout)] if dropout else []
         self.net = nn.Sequential(*layers, nn.Linear(width, 10))
 

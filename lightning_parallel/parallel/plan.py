@@ -58,6 +58,8 @@ def resolve(model: nn.Module, plan: Plan, size: int) -> dict[str, Style]:
             ' or embedding is of a form it knows. Name them: tensor_plan={"blocks.*.up": "colwise", "blocks.*.down":'
             ' "rowwise"}.'
         )
+    if plan != "auto":
+        _refuse_parts_left_over(model, found)
     found |= _shared_keys(model, found, size)
     found |= joint_norms(model, found) | sinks(model, found)
     for name, style in found.items():
@@ -78,6 +80,23 @@ def _named(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
             )
         found |= {name: _style(pattern, word, model.get_submodule(name)) for name in names}
     return found
+
+
+def _refuse_parts_left_over(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Raise for a last linear module whose features stay divided.
+
+    Raises:
+        ValueError: it is cut "colwise", and nothing beside it is cut "rowwise".
+    """
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module)]
+    last, joins = linear[-1] if linear else "", [name for name, style in styles.items() if style.kind == "rowwise"]
+    beside = last.rpartition(".")[0]
+    if styles.get(last) == Style("colwise") and not any(name.startswith(f"{beside}.") for name in joins if beside):
+        raise ValueError(
+            f'`{last}`, the last linear module, is cut "colwise" in tensor_plan, and nothing beside it is cut "rowwise"'
+            f' to join its features: every rank would have a part of them. Cut it "vocab", which gathers what a head'
+            " makes, or leave it out of tensor_plan."
+        )
 
 
 def _style(pattern: str, word: str, module: nn.Module) -> Style:

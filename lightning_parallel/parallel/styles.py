@@ -91,6 +91,7 @@ class Colwise:
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        _refuse_width(self, x, "colwise")
         part.region.draw_own(part.number, self.training)  # type: ignore[attr-defined]
         if part.sliced:  # a norm has gathered it, and sums its gradients
             return super().forward(x)  # type: ignore[misc]
@@ -127,6 +128,7 @@ class Rowwise:
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        _refuse_width(self, x, "rowwise")
         part.region.leave()
         y = product(self, x)
         if part.sliced:
@@ -144,6 +146,7 @@ class Head(Colwise):
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
+        _refuse_width(self, x, "vocab")
         y = super(Colwise, self).forward(part.region.copied(x))  # type: ignore[misc]
         logits = VocabLogits(y, part.features, part.begin, part.region.axis)
         return logits if part.apart else logits.whole()
@@ -231,13 +234,37 @@ def _scope_of(module: Any) -> Part | None:
     return next((inner._tensor_part for inner in module.modules() if "_tensor_part" in inner.__dict__), None)
 
 
+def _refuse_width(module: Any, x: Tensor, kind: str) -> None:
+    """Raise where a cut module does not get what it takes: cuts before and behind have to fit each other.
+
+    Raises:
+        ValueError: it gets other features, naming the cut that would fit.
+    """
+    wanted = features_of(module)[0]
+    if not x.dim() or x.shape[-1] == wanted:
+        return
+    part = module._tensor_part
+    name, size = part.name, part.region.axis.size
+    said = f'`{name}` is cut "{kind}" in tensor_plan and takes {wanted} features, but gets {x.shape[-1]}.'
+    if kind == "rowwise":
+        raise ValueError(
+            f'{said} It takes a part, 1/{size}, of what a module that is cut "colwise" makes. Cut what comes before'
+            f' it "colwise", or cut `{name}` "colwise", or leave it out of tensor_plan.'
+        )
+    raise ValueError(
+        f'{said} It takes all of them, and what comes before it is cut "colwise" and makes 1/{size}. Cut `{name}`'
+        ' "rowwise", or leave what comes before it out of tensor_plan.'
+    )
+
+
 def _explain(error: RuntimeError, part: Part) -> None:
     """Most such modules fail because they take sizes from where tensor parallelism cannot change them."""
     if "shape" in str(error) or "size" in str(error):
         error.add_note(
             f"`{part.name}` runs on 1/{part.region.axis.size} of its heads and features (tensor parallelism). Its code"
             " should take their number from an attribute (num_heads, ...) or leave it open (-1), and not from the shape"
-            " of its input. Or leave it out of tensor_plan."
+            ' of its input. Where modules are cut by name, what takes the features of one that is cut "colwise" has to'
+            ' be cut "rowwise". Or leave it out of tensor_plan.'
         )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.stage_check import Rounding, values_near
+from lightning_parallel.pipeline.stage_check import Rounding, entries_near, values_near
 
 
 class Number(NamedTuple):
@@ -54,10 +55,10 @@ class LossCheck:
     ) -> None:
         self._rounding, self._sizes, self._weights, self.look = rounding, sizes, weights, look
 
-    def differs(self, parts: Sequence[Told], whole: Told) -> str:
-        """What is wrong with the loss, or with what is returned; ""."""
+    def differs(self, parts: Sequence[Told], whole: Told, exactly: bool = False) -> str:
+        """What is wrong with the loss, or with what is returned; ""; exactly: nothing may jump for rounding."""
         sizes, weights = self._sizes[: len(parts)], self._weights[: len(parts)]
-        near = self._rounding.of_losses
+        near = self._rounding.of_exact_losses if exactly else self._rounding.of_losses
         losses = [part.loss for part in parts if part.loss is not None]
         if whole.loss is not None and len(losses) == len(parts):
             mean = microbatch.weighted_sum(losses, weights if len(parts) > 1 else [1.0])
@@ -69,14 +70,17 @@ class LossCheck:
                     " number of labels that are not ignored, or use num_microbatches=1. check_loss=False skips this"
                     " comparison."
                 )
-        return self._returned_differs(parts, whole)
+        return self._returned_differs(parts, whole, exactly)
 
-    def _returned_differs(self, parts: Sequence[Told], whole: Told) -> str:
+    def _returned_differs(self, parts: Sequence[Told], whole: Told, exactly: bool) -> str:
         joined = microbatch.join([part.returned for part in parts], self._sizes, self._weights)
         pairs = zip(microbatch.leaves(joined), microbatch.leaves(whole.returned), strict=False)
         tensors = [(mine, wanted) for mine, wanted in pairs if isinstance(mine, Tensor) and isinstance(wanted, Tensor)]
-        near = self._rounding.of_values
-        if all(mine.shape == wanted.shape and values_near(mine, wanted, near) for mine, wanted in tensors):
+        if exactly:
+            equal = partial(entries_near, near=self._rounding.of_entries)
+        else:
+            equal = partial(values_near, near=self._rounding.of_values)
+        if all(mine.shape == wanted.shape and equal(mine, wanted) for mine, wanted in tensors):
             return ""
         return (
             f"What the step returns for the whole batch of {sum(self._sizes)} rows is not what it returns for its"

@@ -4,13 +4,16 @@ The one idea: the micro-batches, and the whole batch, go through all stages once
 gradients, with modules in evaluation mode and random numbers held still. What a stage hands on for the whole batch has
 to be what it handed on for the micro-batches, joined; the last stage's loss and logged numbers are compared by their
 weights (``loss_check.py``). The first stage that differs tries the fields of the batch one by one, each whole, cut or
-emptied, and names the one that makes the difference. Left out: values whose shapes follow from the rows' contents.
+emptied, and names the one that makes the difference. What differs less than a router that jumps at one token, but more
+than rounding, is looked at again in float64, where no router jumps and a row that reads another still does. Left out:
+values whose shapes follow from the rows' contents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -22,6 +25,7 @@ from lightning_parallel.pipeline.batch_fields import Cutting, Name
 from lightning_parallel.pipeline.channel import Channel
 from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.held_still import HeldStill
+from lightning_parallel.pipeline.in_float64 import in_float64
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.rounds import Handed, Rounds
 from lightning_parallel.pipeline.seat import Seat
@@ -56,8 +60,8 @@ class Judge(Protocol):
     def look(self, result: Any) -> Any:
         """What is compared of what a step returned."""
 
-    def differs(self, parts: Sequence[Any], whole: Any) -> str:
-        """What is wrong with that of the whole batch beside that of all micro-batches; ""."""
+    def differs(self, parts: Sequence[Any], whole: Any, exactly: bool = False) -> str:
+        """What is wrong with that of the whole batch beside that of all micro-batches; ""; exactly: see `Rounding`."""
 
     def doubts(self, parts: Sequence[Any], whole: Any) -> bool:
         """Whether something differs that may do so, unless a field of the batch is the reason."""
@@ -139,6 +143,8 @@ class StageCheck:
         self.rounds, self.cut, self.all_gather = rounds, rounds.cut, all_gather
         self.judge, self.rounding = judge, rounding
         self._unsaid: Callable[[], None] | None = None  # what is warned of where nothing is wrong
+        self._exactly = False  # everything computes in float64
+        self._failure = ""  # why that could not be
         self.seats = sorted(seats, key=lambda seat: seat.stage)
 
     def compare(self, work: StepWork, whole: Step, sizes: Sequence[int], fields: Fields) -> bool:
@@ -161,29 +167,59 @@ class StageCheck:
         try:
             with torch.no_grad(), untouched(self.cut.model), self.rounds.without_graphs():
                 self.cut.model.eval()
-                passes = self._all(work, whole)
-                mine = {s.stage: self._finding(s, work, passes[s.stage], sizes, fields) for s in self.seats}
+                units = self._learn(work, whole)
+                passes = self._all(work, whole, units)
+                found, suspects = self._findings(work, passes, sizes, fields)
+                if not any(found.values()) and any(suspects.values()):
+                    found = self._again_exactly(work, whole, units, sizes, fields, suspects)
         finally:
-            self.cut.windows, Channel.observer = windows, observer
-        found = {stage: said for of in self.all_gather(mine) for stage, said in of.items()}
+            self.cut.windows, Channel.observer, self._exactly = windows, observer, False
         first = next((stage for stage in sorted(found) if found[stage]), None)
         if first is None:
             if self._unsaid is not None:
                 self._unsaid()
             return all(passes[seat.stage][-1] is not None for seat in self.seats)
-        if first in mine:
+        if first in passes:
             raise ValueError(found[first])
         self.all_gather(None)  # that stage's rank says what is wrong
         raise AssertionError("the rank of that stage has raised")
 
-    def _all(self, work: StepWork, whole: Step) -> dict[int, list[Looked | None]]:
-        """Every micro-batch, and the whole batch at last, through this rank's stages."""
+    def _findings(
+        self, work: StepWork, passes: Mapping[int, Sequence[Looked | None]], sizes: Sequence[int], fields: Fields
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """What is wrong with each stage of the copy, and what differs more than rounding and less than that."""
+        mine = {}
+        for seat in self.seats:
+            said = self._finding(seat, work, passes[seat.stage], sizes, fields)
+            mine[seat.stage] = said, "" if said else self._suspects(seat, work, passes[seat.stage], sizes)
+        told = {stage: both for of in self.all_gather(mine) for stage, both in of.items()}
+        return {stage: said for stage, (said, _) in told.items()}, {stage: seen for stage, (_, seen) in told.items()}
+
+    def _again_exactly(
+        self, work: StepWork, whole: Step, units: Sequence[dict[str, Any]], sizes: Sequence[int], fields: Fields,
+        suspects: Mapping[int, str],
+    ) -> dict[int, str]:  # fmt: skip
+        """The findings in float64; what cannot compute so is warned of."""
+        self._exactly = True
+        passes = self._all(work, whole, units)
+        found, _ = self._findings(work, passes, sizes, fields)
+        failures = [said for said in self.all_gather(self._failure) if said]
+        if failures and not any(found.values()):
+            first = min(stage for stage, seen in suspects.items() if seen)
+            self._unsaid = partial(_warn_of_suspects, suspects[first], failures[0], self._unsaid)
+        return found
+
+    def _learn(self, work: StepWork, whole: Step) -> list[dict[str, Any]]:
+        """What units return in each pass."""
         known = [self.rounds.known(signature) for signature in work.signatures]
-        last = self.rounds.find(replace(work, steps=[whole]), 0)[1] if known[0] else {}
+        return [*known, self.rounds.find(replace(work, steps=[whole]), 0)[1] if known[0] else {}]
+
+    def _all(self, work: StepWork, whole: Step, units: Sequence[dict[str, Any]]) -> dict[int, list[Looked | None]]:
+        """Every micro-batch, and the whole batch at last, through this rank's stages."""
         passes: dict[int, list[Looked | None]] = {seat.stage: [] for seat in self.seats}
-        for step, units in zip([*work.steps, whole], [*known, last], strict=True):
+        for step, known in zip([*work.steps, whole], units, strict=True):
             for seat in self.seats:
-                passes[seat.stage].append(self._go(seat, step, units))
+                passes[seat.stage].append(self._go(seat, step, known))
         return passes
 
     def _go(self, seat: Seat, step: Step, known: dict[str, Any]) -> Looked | None:
@@ -194,10 +230,15 @@ class StageCheck:
             return None
         try:
             run, looked = self._look(seat, step, handed)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            self._failure = str(error)
             self.rounds.hand_void(seat)
             return None
         except Exception as error:
+            if self._exactly:
+                self._failure = f"{type(error).__name__}: {error}"
+                self.rounds.hand_void(seat)
+                return None
             raise ValueError(
                 "The micro-batches could not be compared with the whole batch: without gradients, in evaluation mode,"
                 f" the step fails on one of them ({type(error).__name__}: {error}). Make sure that every row is treated"
@@ -210,7 +251,11 @@ class StageCheck:
     def _look(self, seat: Seat, step: Step, handed: Handed, number: int = 0) -> tuple[StageRun, Looked]:
         inputs = {place: value.clone() for place, value in handed.inputs.items()}  # the step may write into them
         run = self.rounds.begin(seat, replace(handed, inputs=inputs), self.cut.streams.begin(0, number))
-        with HeldStill(), torch.compiler.set_stance("force_eager"):  # nobody compiles for other shapes and modes
+        with (
+            in_float64() if self._exactly else nullcontext(),
+            HeldStill(),
+            torch.compiler.set_stance("force_eager"),  # nobody compiles for other shapes and modes
+        ):
             result = as_far_as_it_goes(run, step)
         outputs = {place: x.detach() for place, x in (run.outputs or {}).items() if isinstance(x, Tensor)}
         return run, Looked(handed, outputs, self.judge.look(result) if run.is_last else None)
@@ -310,18 +355,46 @@ class StageCheck:
     ) -> str:
         *parts, whole = looked
         if seat.departure is None:
-            return self.judge.differs([of.result for of in parts], whole.result)
-        for place in self._places(seat, work, whole):
-            values = [of.outputs.get(place) for of in parts]
-            if all(isinstance(value, Tensor) for value in values):
-                equal = is_joined(values, whole.outputs[place], sizes, self.rounding.of_values)  # type: ignore[arg-type]
-                if equal is False or (strictly and equal is None):
-                    return (
-                        f"{self._what(seat, looked, sizes)} Rows of a batch do not stay apart there. Use"
-                        " num_microbatches=1, or modules that treat every row by itself; check_loss=False skips this"
-                        " comparison."
-                    )
+            return self.judge.differs([of.result for of in parts], whole.result, exactly=self._exactly)
+        near, everywhere = self.rounding.of_values, False
+        if self._exactly:
+            near, everywhere = self.rounding.of_entries, True
+        for values, other in self._handed_on(seat, work, looked):
+            equal = is_joined(values, other, sizes, near, everywhere)
+            if equal is False or (strictly and equal is None):
+                which = rows_apart(values, other, sizes, near) if everywhere else ""
+                return (
+                    f"{self._what(seat, looked, sizes)} {which}Rows of a batch do not stay apart there. Use"
+                    " num_microbatches=1, or modules that treat every row by itself; check_loss=False skips this"
+                    " comparison."
+                )
         return ""
+
+    def _suspects(
+        self, seat: Seat, work: StepWork, passes: Sequence[Looked | None], sizes: Sequence[int]
+    ) -> str:  # fmt: skip
+        """What differs more than rounding explains, and not enough to be a fault; ""."""
+        looked = [of for of in passes if of is not None]
+        if self._exactly or len(looked) < len(passes):
+            return ""
+        *parts, whole = looked
+        if seat.departure is None:
+            return self.judge.differs([of.result for of in parts], whole.result, exactly=True)
+        for values, other in self._handed_on(seat, work, looked):
+            near = self.rounding.of_entries
+            if is_joined(values, other, sizes, near, everywhere=True) is False:
+                return f"{self._what(seat, looked, sizes)} {rows_apart(values, other, sizes, near)}"
+        return ""
+
+    def _handed_on(
+        self, seat: Seat, work: StepWork, looked: Sequence[Looked]
+    ) -> Iterator[tuple[list[Tensor], Tensor]]:  # fmt: skip
+        """What a stage hands on for the micro-batches, and for the whole batch, value by value."""
+        *parts, whole = looked
+        for place in self._places(seat, work, whole):
+            values = [of.outputs[place] for of in parts if place in of.outputs]
+            if len(values) == len(parts):
+                yield values, whole.outputs[place]
 
     def _what(self, seat: Seat, looked: Sequence[Looked], sizes: Sequence[int]) -> str:
         """What differs on a stage, to begin a message with."""
@@ -359,9 +432,19 @@ class Rounding:
         return 2e-2 if self.halves else 2e-5 if self.device.type == "cpu" else 1e-3
 
     @property
+    def of_exact_losses(self) -> float:
+        """Of one number, where nothing jumps; beyond it a difference is looked at in float64."""
+        return 5e-3 if self.halves else 1e-6 if self.device.type == "cpu" else 1e-4
+
+    @property
     def of_values(self) -> float:
         """Of a tensor, on the average."""
         return 3e-2 if self.halves else 1e-4 if self.device.type == "cpu" else 2e-3
+
+    @property
+    def of_entries(self) -> float:
+        """Of every entry of a tensor, where nothing jumps; beyond it a difference is looked at in float64."""
+        return 1e-1 if self.halves else 1e-4 if self.device.type == "cpu" else 1e-2
 
 
 def as_far_as_it_goes(run: StageRun, step: Step) -> Any:
@@ -374,10 +457,19 @@ def as_far_as_it_goes(run: StageRun, step: Step) -> Any:
         return None
 
 
-def is_joined(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near: float) -> bool | None:
+def is_joined(
+    parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near: float, everywhere: bool = False
+) -> bool | None:
     """Whether a value of the whole batch is that of its micro-batches, joined along the dimension of rows; None if none
     has as many entries. With k entries a row these may lie row by row, or all rows' first before all second ones. Rows
     may lie in another order, as where a step flips its batch: what is made of them is compared at the loss.
+
+    Args:
+        parts: of the micro-batches.
+        whole: of the whole batch.
+        sizes: rows of each micro-batch.
+        near: relative rounding.
+        everywhere: of every entry, not of their mean.
 
     Example:
         >>> parts = [torch.tensor([0.0, 10.0]), torch.tensor([1.0, 11.0])]  # two views of a row each
@@ -389,9 +481,25 @@ def is_joined(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near
     candidates = [dim for dim in range(whole.dim()) if _has_rows(parts, whole, sizes, dim)]
     if not candidates:
         return None
-    return any(
-        values_near(joined, whole, near) for dim in candidates for joined in arrangements(parts, sizes, dim)
-    ) or any(values_near(_sorted(torch.cat(list(parts), dim), dim), _sorted(whole, dim), near) for dim in candidates)
+    equal = entries_near if everywhere else values_near
+    return any(equal(joined, whole, near) for dim in candidates for joined in arrangements(parts, sizes, dim)) or any(
+        equal(_sorted(torch.cat(list(parts), dim), dim), _sorted(whole, dim), near) for dim in candidates
+    )
+
+
+def rows_apart(parts: Sequence[Tensor], whole: Tensor, sizes: Sequence[int], near: float) -> str:
+    """Which rows of the whole batch are others than the micro-batches', in words.
+
+    Example:
+        >>> rows_apart([torch.zeros(2), torch.ones(2)], torch.tensor([0.0, 0.0, 1.0, 3.0]), [2, 2], 1e-4)
+        '1 of 4 rows are others, the first is row 3. '
+    """
+    dim = next((dim for dim in range(whole.dim()) if _has_rows(parts, whole, sizes, dim)), None)
+    if dim is None or whole.size(dim) != sum(sizes):
+        return ""
+    apart = _apart(torch.cat(list(parts), dim), whole, near).movedim(dim, 0).reshape(whole.size(dim), -1).any(1)
+    rows = apart.nonzero().flatten().tolist()
+    return f"{len(rows)} of {sum(sizes)} rows are others, the first is row {rows[0]}. " if rows else ""
 
 
 def arrangements(parts: Sequence[Tensor], sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
@@ -432,3 +540,31 @@ def values_near(found: Tensor, wanted: Tensor, near: float) -> bool:
     difference = torch.where(same, 0.0, (found - wanted).abs().double()).nan_to_num(torch.inf, torch.inf)
     size = wanted.abs().double()
     return bool(difference.mean() <= near * size[size.isfinite()].mean().nan_to_num(0.0).clamp_min(1e-6))
+
+
+def entries_near(found: Tensor, wanted: Tensor, near: float) -> bool:
+    """Whether every entry is equal but for rounding: one that jumps is none."""
+    return not bool(_apart(found, wanted, near).any())
+
+
+def _apart(found: Tensor, wanted: Tensor, near: float) -> Tensor:
+    """Which entries are not equal but for rounding, relative to themselves and the size of all."""
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    if not wanted.is_floating_point() and not wanted.is_complex():
+        return ~same
+    difference = torch.where(same, 0.0, (found - wanted).abs().double()).nan_to_num(torch.inf, torch.inf)
+    size = wanted.abs().double()
+    usual = size[size.isfinite()].mean().nan_to_num(0.0).clamp_min(1e-6)
+    return difference > near * (usual + size.nan_to_num(0.0, 0.0))
+
+
+def _warn_of_suspects(seen: str, failure: str, other: Callable[[], None] | None) -> None:
+    """Warn that what differs could not be told from rounding, and of what else there is."""
+    if other is not None:
+        other()
+    warnings.warn(
+        f"{seen} A router may jump at a token for rounding, and a row may read another; in float64, where only the"
+        f" second differs, the step does not run ({failure[:200]}). Make sure that every row is treated by itself, or"
+        " use num_microbatches=1; check_loss=False skips this comparison.",
+        stacklevel=2,
+    )

@@ -183,9 +183,9 @@ class HybridStrategy(DividedPipeline):
             )
 
     def sums_while_running(
-        self, schedule: Schedule, may_begin_anew: bool
+        self, schedule: Schedule, is_settled: bool
     ) -> tuple[Round | None, Callable[[int], None] | None]:
-        early, after = super().sums_while_running(schedule, may_begin_anew)
+        early, after = super().sums_while_running(schedule, is_settled)
         if not self.tensor.summed:
             return early, after
         coming = self._summed_after(schedule)

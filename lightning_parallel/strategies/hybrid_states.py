@@ -29,6 +29,7 @@ from lightning_parallel.strategies.arguments import is_positive, refuse_argument
 from lightning_parallel.strategies.gathered_steps import GatheredSteps
 from lightning_parallel.trainer.failures import trainer_of
 from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
+from lightning_parallel.trainer.refusals import refuse_saving_pretrained
 from lightning_parallel.zero.elementwise import refuse_optimizer
 from lightning_parallel.zero.gathered import GatheredBucket
 from lightning_parallel.zero.late_reads import LateReads
@@ -85,13 +86,19 @@ class DividedPipeline(GatheredSteps):
         self.gather_once_a, self.bucket_mb = gather, bucket_mb
         self.master_weights, self.offload = master_weights, offload
         self.early_sums = zero_stage == 0
+        self._may_save: Callable[[], None] | None = None  # lets `save_pretrained` write again
 
     # -- set-up and teardown -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         self._states, self._released, self._evaluates, self._learnt = None, False, False, set()
+        self._may_save = None
         self.windows = None
         super().setup(trainer)
+        if self._states is not None and self.num_ranks == 1 and self.axis_size("tensor") == 1 and self.zero_stage == 3:
+            assert self.lightning_module is not None
+            share = "share of every parameter"
+            self._may_save = refuse_saving_pretrained(self.lightning_module, share, "Call it behind fit, or")
         if trainer.state.fn != TrainerFn.FITTING and self._states is None and self._divides_evaluations(trainer):
             self._divide(self.pipeline).divide([parameter for _, parameter in self.pipeline.own])
 
@@ -178,6 +185,8 @@ class DividedPipeline(GatheredSteps):
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         if self.failed:
             self.prepare_saving()
+        if self._may_save is not None:
+            self._may_save()
         if self._states is not None and self.watch is not None and not self.failed:
             with self.blocked("the other ranks at the end of the run"):
                 self._states.release()
@@ -194,12 +203,12 @@ class DividedPipeline(GatheredSteps):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sums_while_running(
-        self, schedule: Schedule, may_begin_anew: bool
+        self, schedule: Schedule, is_settled: bool
     ) -> tuple[Round | None, Callable[[int], None] | None]:
         module = self.lightning_module
         assert module is not None
         if self._states is None or self.pipeline.sums is not None:
-            return super().sums_while_running(schedule, may_begin_anew)
+            return super().sums_while_running(schedule, is_settled)
         accumulates = self.zero_stage == 1 and module.trainer.accumulate_grad_batches > 1
         first = not self._loss_checked  # one copy might begin it anew, and another not
         self._states.windows.passed = None

@@ -196,8 +196,9 @@ class PipelineStrategy(PipelineBuilding):
         if self.lightning_module.example_input_array is not None:
             self.precision_plugin.forward_context = self._forward_context  # type: ignore[method-assign]
         hold_writers(trainer, self.at_loss)
-        if self.num_ranks > 1:
-            refuse_saving_pretrained(self.lightning_module, "stage of the model", "Call")
+        if self.num_ranks > 1 or self.axis_size("tensor") > 1:
+            share = "stage of the model" if self.num_ranks > 1 else "part of what tensor_plan cuts"
+            refuse_saving_pretrained(self.lightning_module, share, "Call")
         assert self._restore is not None
         self._restore()
 

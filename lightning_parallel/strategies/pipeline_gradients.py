@@ -40,18 +40,18 @@ class PipelineGradients(PipelineSchedules):
         return first_of_window and not is_overridden("optimizer_zero_grad", module)
 
     def sums_while_running(
-        self, schedule: Schedule, may_begin_anew: bool
+        self, schedule: Schedule, is_settled: bool
     ) -> tuple[Round | None, Callable[[int], None] | None]:
         """What begins sums of gradients while a training step's backwards run: over the copies of the model where the
         optimizer steps after it, or over the replicas of a stage; and what is called after each action.
 
-        Copies add up at the end of a step that may begin anew, since one copy might and another not.
+        Copies add up at the end of a first step, which might begin anew on one copy alone (then it is not settled).
         """
         sums, module = self.pipeline.sums, self.lightning_module
         assert module is not None
         if sums is None:
             return None, None
-        at_the_end = may_begin_anew or self._accumulating or is_overridden("optimizer_zero_grad", module)
+        at_the_end = not is_settled or self._accumulating or is_overridden("optimizer_zero_grad", module)
         early = sums.begin(schedule, over_copies=not at_the_end)
         return early, None if early is None else early.after
 

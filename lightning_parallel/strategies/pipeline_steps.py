@@ -152,9 +152,10 @@ class PipelineSteps(PipelineGradients):
         step = TrainerStep(self, kind, batch, args, sizes)
         if step.index & (step.index - 1) == 0:  # 0, 1, 2, 4, 8, ...
             self.pipeline.check_same("batch", {f"{kind} batch {step.index}": batch})
-        if step.index == 0:
+        first = step.index == 0 and not self.repeats.is_again(kind)  # what copies do together they do once
+        if first:
             self._pause()
-        if step.index == 0 and kind != "training":
+        if first and kind != "training":
             self.pipeline.data.equalize(self.pipeline.own_buffers())  # running statistics are the first copy's
             self.pipeline.check_same("logged", self._logged())
         try:

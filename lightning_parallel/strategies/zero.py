@@ -26,7 +26,7 @@ from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_cli
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.trainer.norm_sync import apply_sync
 from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
-from lightning_parallel.trainer.refusals import refuse_saving_pretrained, refuse_scripts
+from lightning_parallel.trainer.refusals import refuse_no_memory, refuse_saving_pretrained, refuse_scripts
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
@@ -167,6 +167,7 @@ class ZeROStrategy(ZeRODivision):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.let_host_run_ahead(trainer)
+        refuse_no_memory(self.lightning_module, type(self).__name__, parameters_too=True)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self.model = apply_sync(self._layer_sync, self.model)
@@ -264,4 +265,5 @@ class ZeROStrategy(ZeRODivision):
         if failed and self.root_device.type != "cpu":  # which may never answer
             return
         states_to_device(self.optimizers, torch.device("cpu"))
-        self.lightning_module.to("cpu")
+        if not any(x.is_meta for x in (*self.lightning_module.parameters(), *self.lightning_module.buffers())):
+            self.lightning_module.to("cpu")

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_parallel.pipeline.phantoms.stand_in import StandIn
 from lightning_parallel.zero.elementwise import refuse_coupling
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def refuse_unsupported(trainer: Trainer, strategy: Strategy) -> None:
     module, name = strategy.lightning_module, type(strategy).__name__
     if not isinstance(module, LightningModule):
         raise TypeError(f"{name} got a {type(module)}, it needs a lightning.pytorch.LightningModule.")
+    refuse_no_memory(module, name, parameters_too=False)
     _refuse_batch_size_finder(trainer, name)
     if cast(Any, strategy).num_ranks > 1 or cast(Any, strategy)._default_microbatches() > 1:
         refuse_scripts(module, f"{name} intercepts calls of modules to run them stage by stage")
@@ -124,6 +126,28 @@ def refuse_scripts(module: nn.Module, what: str) -> None:
             f"`{scripted[0]}` is a module of torch.jit.script, and {what}, which scripts do not allow. Use the module"
             " as it is, without torch.jit.script, or ZeROStrategy(stage=2), which runs scripts."
         )
+
+
+def refuse_no_memory(module: nn.Module, name: str, parameters_too: bool) -> None:
+    """Raise for what `configure_model` left on the meta device, and nobody would give values.
+
+    Args:
+        module: built.
+        name: of the strategy.
+        parameters_too: whether the strategy needs parameters with values, too.
+
+    Raises:
+        ValueError: a buffer, or a parameter, is on the meta device.
+    """
+    held = [("Buffer", *of) for of in module.named_buffers()]
+    held += [("Parameter", *of) for of in module.named_parameters() if parameters_too]
+    for kind, of, tensor in held:
+        if tensor.is_meta and not isinstance(tensor, StandIn):
+            only = "" if parameters_too else ", or register buffers in a block without it; parameters may stay there"
+            raise ValueError(
+                f"{kind} `{of}` is on the meta device, and {name} does not know its values. Build the layers of"
+                f' configure_model() without torch.device("meta"){only}.'
+            )
 
 
 def refuse_saving_pretrained(module: LightningModule, share: str, remedy: str) -> Callable[[], None]:

@@ -57,6 +57,14 @@ class Repeats:
         """Whether the first step of a kind runs, which may become void."""
         return self._possible and not self._always and kind not in self._seen | self._repeating
 
+    def is_settled(self, kind: str) -> bool:
+        """Whether the first step of a kind is over, on every copy of the model: it may begin anew on one alone."""
+        return not self._possible or self._always or kind in self._seen
+
+    def is_again(self, kind: str) -> bool:
+        """Whether the first step of a kind runs a second time, which other copies of the model need not do."""
+        return kind in self._repeating and kind not in self._seen
+
     def may_repeat(self, kind: str, signatures: Callable[[], Sequence[Hashable]]) -> bool:
         """Whether a step of that kind may run parts of itself more often than once.
 

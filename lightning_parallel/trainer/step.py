@@ -75,7 +75,9 @@ class TrainerStep:
         strategy, scale = self.strategy, 1.0 / self.module.trainer.accumulate_grad_batches
         may_begin_anew = strategy.repeats.is_first(self.kind)
         early, after_action = (
-            strategy.sums_while_running(self.schedule, may_begin_anew) if self.training else (None, None)
+            strategy.sums_while_running(self.schedule, strategy.repeats.is_settled(self.kind))
+            if self.training
+            else (None, None)
         )
         self._work = StepWork(
             schedule=self.schedule,

@@ -23,7 +23,7 @@ from lightning_parallel.zero.collectives import broadcast_together
 from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed_module import DividedModule
 from lightning_parallel.zero.deepspeed_order import Handover
-from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers
+from lightning_parallel.zero.deepspeed_refusals import refuse_optimizers, refuse_parameters
 from lightning_parallel.zero.deepspeed_scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed_update import Update, replace_norms
@@ -65,6 +65,7 @@ class DeepSpeedEngine(DividedModule):
         ranks: Ranks | None = None,
     ) -> None:
         refuse_optimizers(optimizers)
+        refuse_parameters(module)
         ranks = ranks or Ranks(dist.get_rank(), dist.get_world_size())
         super().__init__(module, optimizers[0] if optimizers else None, device, options, control, ranks)
         self.broadcast_buffers, self._waiting = True, waiting

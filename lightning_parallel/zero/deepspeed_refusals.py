@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -30,4 +31,24 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 f'ZeROStrategy(engine="deepspeed"): nothing in group {idle[0]} of {type(optimizer).__name__} requires a'
                 " gradient, and DeepSpeed divides every group. Leave frozen parameters out of configure_optimizers."
+            )
+
+
+def refuse_parameters(module: nn.Module) -> None:
+    """Raise for parameters that DeepSpeed cannot send or divide.
+
+    Raises:
+        ValueError: one has no dimension, or its gradients are sparse.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): parameter `{name}` has no dimension, and DeepSpeed sends bytes of'
+                ' parameters that have. Make it one of shape [1] (torch.ones(1)), or use engine="native".'
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): the gradients of `{name}` are sparse, which DeepSpeed does not'
+                " divide. Use sparse=False."
             )

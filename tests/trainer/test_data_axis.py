@@ -92,6 +92,21 @@ class Twice(Averaged):
         return super().loss(batch) + super().loss((-batch[0], batch[1]))
 
 
+class TwiceOnOneCopy(Averaged):
+    """Rows of the second copy, the odd ones, have a second view: the first copy's steps call the model once."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss, has_view = super().loss(batch), x[:, 0] > 50.0
+        if not bool(has_view.any()):
+            return loss
+        view = F.cross_entropy(self(-x / 100.0), y, reduction="none")
+        return loss + (view * has_view).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 def on_copies(case: Case, copies: int, stages: int) -> list[Record]:
     """The run on so many copies of so many stages; one record a rank."""
 
@@ -147,14 +162,22 @@ def case(make: Any, strategy: Any, epochs: int = 1, **trainer: Any) -> Case:
     )
 
 
+def marked() -> DataLoader:
+    """Every second row is one with a second view."""
+    made = loader(4 if "RANK" in os.environ else 8)
+    x = made.dataset.tensors[0]
+    x[:, 0] = torch.where(torch.arange(len(x)) % 2 > 0, 100.0, 0.0)
+    return made
+
+
 # The buckets that leave before a step ends, on ranks 0 and 1 of a copy, step by step: none in the first, which might
-# begin anew if it called the model several times; where it does, it begins anew with them. A weight that two stages
+# begin anew on one copy alone if it called the model several times. A weight that two stages
 # share is a bucket of its own.
 CASES = {
     "plain": (case(Averaged, {}, 2), ([0] + [2] * 11, [0] + [2] * 11)),
     "accumulated": (case(Averaged, {}, 2, accumulate_grad_batches=2), ([0, 2] * 6, [0, 2] * 6)),
     "clipped": (case(Averaged, {}, 2, gradient_clip_val=0.05), ([0] + [2] * 11, [0] + [2] * 11)),
-    "called twice": (case(Twice, {}), ([2] * 6, [2] * 6)),
+    "called twice": (case(Twice, {}), ([0] + [2] * 5, [0] + [2] * 5)),
     "gpipe": (case(Averaged, {"schedule": "gpipe", "num_microbatches": 2}), ([0] + [2] * 5, [0] + [2] * 5)),
     "zb_h1": (case(Uneven, {"schedule": "zb_h1"}, accumulate_grad_batches=4), ([0, 0, 0, 3, 0, 3], [0, 0, 0, 3, 0, 3])),
     "zb_v": (case(Uneven, {"schedule": "zb_v"}), ([0] + [2] * 5, [0] + [3] * 5)),
@@ -175,6 +198,13 @@ def test_two_copies_of_two_stages_are_one_process_with_all_rows(name):
     for first, second in zip(records[:2], records[2:], strict=True):
         assert all(torch.equal(value, second.own[key]) for key, value in first.own.items())
     assert [record.extra for record in records] == [*sent_early, *sent_early]
+
+
+def test_one_copy_calls_the_model_twice_and_the_other_does_not():
+    twice = case(TwiceOnOneCopy, {}).but(loader=marked, validate=False)
+    records = on_copies(twice, 2, 2)
+    assert_all_rows(twice, one_process(twice), records)
+    assert [record.extra for record in records] == [[0] + [2] * 5] * 4
 
 
 class Unfinished(Sent):
