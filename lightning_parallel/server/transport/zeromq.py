@@ -74,7 +74,7 @@ class Node:
         reader = SlabReader(shared) if shared else None
         self.inbox = Inbox(router, job, most, self.counts, reader, borrows, machine.place)
         self._password = Password(self.context, job)
-        if (proof := self._proof(endpoint)) is not None:
+        if (proof := self.proof(endpoint)) is not None:
             proof.listen(router)
         try:
             router.bind(endpoint)
@@ -100,9 +100,9 @@ class Node:
     def _link(self, target: str) -> Link | None:
         """The way to a peer, made when it is needed first; None if nobody said where it is."""
         link, endpoint = self.links.get(target), self.book.get(target)
-        if link is None and endpoint is not None:
+        if link is None and endpoint is not None and (self.keys is not None or is_local(endpoint)):
             slab = self.slab if endpoint.startswith("ipc://") else None
-            me, poller, proof, patience = self.machine.address, self.poller, self._proof(endpoint), self.patience
+            me, poller, proof, patience = self.machine.address, self.poller, self.proof(endpoint), self.patience
             try:
                 link = Link(
                     self.context, me, endpoint, self.job, self.counts, poller, slab, proof, patience, self.queue
@@ -112,7 +112,7 @@ class Node:
             self.links[target] = link
         return link
 
-    def _proof(self, endpoint: str) -> Keys | Password | None:
+    def proof(self, endpoint: str) -> Keys | Password | None:
         """How ends of a connection show each other that they are of this job; the file system keeps ipc."""
         return self.keys or (self._password if endpoint.startswith("tcp://") else None)
 
@@ -159,6 +159,9 @@ class Node:
         return got
 
     def _handle(self, message: m.Message) -> None:
+        if message.source in ("", self.machine.address):
+            self.inbox.refuse("a message in nobody's name, or in its reader's")
+            return
         if isinstance(message.body, m.Hello) and message.body.endpoint:
             self.book.setdefault(message.source, message.body.endpoint)
         self.send(self.machine.handle(message, self.now()))
