@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -18,12 +19,13 @@ from typing import Generic, TypeAlias, TypeVar
 T = TypeVar("T")
 Waits: TypeAlias = Generator[int, None, T]  # yields what it waits for: select.POLLIN or select.POLLOUT
 PATIENCE_S = 10.0
-_MOST = 128
+MOST = 128
 _ACCEPTED_AT_ONCE = 64
+_FULL_S = 0.1  # how long nobody is taken in where this process may open no more files
 
 
 def read(stream: socket.socket, size: int) -> Waits[bytes]:
-    """Exactly so many bytes, and none that come after them.
+    """Exactly so many bytes, and none that come after them; also through TLS.
 
     Raises:
         ConnectionError: the other end has gone.
@@ -32,7 +34,7 @@ def read(stream: socket.socket, size: int) -> Waits[bytes]:
     while len(blob) < size:
         try:
             more = stream.recv(size - len(blob))
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             yield select.POLLIN
             continue
         if not more:
@@ -42,11 +44,11 @@ def read(stream: socket.socket, size: int) -> Waits[bytes]:
 
 
 def write(stream: socket.socket, blob: bytes) -> Waits[None]:
-    """Send all of it."""
+    """Send all of it; also through TLS."""
     while blob:
         try:
             blob = blob[stream.send(blob) :]
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantWriteError):
             yield select.POLLOUT
 
 
@@ -54,16 +56,17 @@ def drive(stream: socket.socket, waits: Waits[T], seconds: float) -> T:
     """What becomes of it, waited for in this thread.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: it takes longer in all.
     """
-    deadline = time.monotonic() + seconds
+    deadline, descriptor = time.monotonic() + seconds, stream.fileno()
     try:
         event = next(waits)
         while True:
             left = deadline - time.monotonic()
             poller = select.poll()
-            poller.register(stream.fileno(), event)
+            poller.register(descriptor, event)
             if left <= 0 or not poller.poll(1000 * left):
+                waits.close()
                 raise TimeoutError(f"the other end did not answer in {seconds:.0f} s")
             event = next(waits)
     except StopIteration as end:
@@ -99,12 +102,13 @@ class Strangers(Generic[T]):
         self,
         server: socket.socket,
         greet: Callable[[socket.socket], Waits[T]],
-        most: int = _MOST,
+        most: int = MOST,
         patience_s: float = PATIENCE_S,
     ) -> None:
         server.setblocking(False)
         self.server, self._greet, self._most, self._patience_s = server, greet, most, patience_s
         self._strangers: list[_Stranger[T]] = []
+        self._full_until = 0.0  # until then there are too many open files
         self.dropped, self.last = 0, ""
 
     def __len__(self) -> int:
@@ -112,13 +116,15 @@ class Strangers(Generic[T]):
 
     def register(self, poller: select.poll) -> None:
         """Have a poller wait for whatever lets one of them go on."""
-        poller.register(self.server.fileno(), select.POLLIN)
+        if time.monotonic() >= self._full_until:
+            poller.register(self.server.fileno(), select.POLLIN)
         for stranger in self._strangers:
             poller.register(stranger.descriptor, stranger.event)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until one of them has taken too long."""
-        return min((max(0.0, one.since + self._patience_s - now) for one in self._strangers), default=float("inf"))
+        """Seconds until one of them has taken too long, or more can be taken in again."""
+        ends = [one.since + self._patience_s for one in self._strangers]
+        return max(0.0, min([*ends, self._full_until if self._full_until > now else float("inf")]) - now)
 
     def advance(self, now: float) -> list[T]:
         """Go on with all of them; those that have come to the end."""
@@ -151,7 +157,10 @@ class Strangers(Generic[T]):
                 stream, _ = self.server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it has gone, or this process may open no more files
+            except ConnectionError:
+                continue  # it has gone again
+            except OSError:  # this process may open no more files
+                self._full_until = now + _FULL_S
                 self._make_room()
                 return
             stream.setblocking(False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.trust import for_coordinator, of_manager
 
 
 class Caller:
@@ -28,6 +29,7 @@ class Caller:
     def __init__(self, address: str, rules: Rules, token: str = "", endpoint: str = "") -> None:
         self.address, self.rules, self.token, self.endpoint = address, rules, token, endpoint
         self.view, self.request, self.role = m.View(), 0, "coordinator"
+        self.foreign = 0  # messages that their sender may not say, or that cannot be
         self.values: dict[int, float] = {}
         self.vectors: dict[int, Tensor] = {}  # what a range was asked to show
         self.refusal = ""  # why a range does not do the call
@@ -110,6 +112,9 @@ class Caller:
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
         body = message.body
+        if not self._believes(message):
+            self.foreign += 1
+            return []
         if isinstance(body, m.View) and body.number > self.view.number:
             self.view = body
             return self._again()
@@ -125,6 +130,14 @@ class Caller:
             self._wake_at = now + min(self.rules.heartbeat, self.rules.resend_after)
             return [self._to(MANAGER, self._sign_of_life()), *self._again()]
         return []
+
+    def _believes(self, message: m.Message) -> bool:
+        body, layout = message.body, self.rules.layout
+        if isinstance(body, m.View) and (len(body.chains) != layout.num_ranges or not all(body.chains.values())):
+            return False
+        if isinstance(body, m.Value) and body.request == self.request:
+            return for_coordinator(message.source, body, self.view, layout)
+        return of_manager(message)
 
     def _sign_of_life(self) -> m.Body:
         """What the manager hears now and then, and what it must not have missed."""

@@ -112,15 +112,22 @@ class Place:
         waits = self.me in self.chain and not self.is_tail and self.committed < self.part.lsn
         self.resend_at = now + self.rules.resend_after if waits else None
 
-    def on_append(self, source: str, append: Append, now: float) -> None:
-        """Take the next entry; one that is known already is answered if it is with the tail."""
+    def on_append(self, source: str, append: Append, now: float) -> bool:
+        """Take the next entry; one that is known already is answered if it is with the tail.
+
+        Returns:
+            Whether the range can take it.
+        """
         if append.entry.lsn == self.part.lsn + 1:
+            if not self.part.admits(append.entry):
+                return False
             self._take(append.entry, now)
         elif append.entry.lsn <= self.committed and self.me in self.chain:
             self.send(source, Committed(self.part.key, self.committed))
         elif append.entry.lsn > self.part.lsn + 1 and now >= self.want_at:
             self.want_at = now + self.rules.resend_after / 2
             self.send(source, Want(self.part.key, self.part.lsn))
+        return True
 
     def on_want(self, source: str, want: Want) -> None:
         """The next server lacks entries: send those that are here, or all of the range."""
@@ -149,14 +156,17 @@ class Place:
         self.reader = Reader(self.part, self.rules)
         self.reader.view = self.view.number
 
-    def on_committed(self, committed: Committed, now: float) -> None:
-        """Forget what the tail has."""
+    def on_committed(self, committed: Committed, now: float) -> bool:
+        """Forget what the tail has; whether it can have so much."""
+        if committed.lsn > self.part.lsn:
+            return False
         for lsn in [lsn for lsn in self.sent if lsn <= committed.lsn]:
             self.acked |= {worker: mark[0] for worker, mark in self.sent.pop(lsn).marks.items()}
         self.committed = max(self.committed, committed.lsn)
         if self.committed >= self.part.lsn:  # what was never in `sent`, such as what came as a copy, is with all too
             self.acked |= self.part.seqs
         self._set_timer(now)
+        return True
 
     def wake(self, now: float) -> None:
         """Do what time makes due."""

@@ -18,6 +18,7 @@ from lightning_parallel.server.filters import Filters
 from lightning_parallel.server.pushing import Pushing, joined
 from lightning_parallel.server.reading import Reading, Result, Shown
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.trust import for_worker, of_manager
 
 
 class Client(Pushing):
@@ -92,7 +93,9 @@ class Client(Pushing):
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
         body = message.body
-        if isinstance(body, m.View):
+        if not of_manager(message):
+            self.foreign += 1
+        elif isinstance(body, m.View):
             self._adopt(body, now)
         elif isinstance(body, m.Refused):
             self.lost = True
@@ -101,7 +104,7 @@ class Client(Pushing):
         elif isinstance(body, m.Ack):
             self._acked(body.key, body.seq, now)
         elif message.view == self.view.number:
-            self._react(body, now)
+            self._react(message.source, body, now)
         return self._flush()
 
     def place(self, message: m.Message) -> Tensor | None:
@@ -119,8 +122,12 @@ class Client(Pushing):
         waiting = self.reading is not None or not self.is_settled
         return min(self._lease_at, self._resend_at) if waiting else self._lease_at
 
-    def _react(self, body: m.Body, now: float) -> None:
-        if isinstance(body, m.Rows):
+    def _react(self, source: str, body: m.Body, now: float) -> None:
+        if not isinstance(body, (m.Rows, m.Held, m.Nack)):
+            return
+        if not for_worker(source, body, self.view, self.rules.layout, self.worker):
+            self.foreign += 1
+        elif isinstance(body, m.Rows):
             self._rows(body, now)
         elif isinstance(body, m.Held) and self.reading is not None:
             self._ask(self.reading.on_held(body))
@@ -129,6 +136,11 @@ class Client(Pushing):
 
     def _rows(self, rows: m.Rows, now: float) -> None:
         assert self.worker is not None
+        reading = self.reading
+        answers = reading is not None and rows.request == reading.request
+        if answers and (rows.minimum < reading.need or self.worker not in rows.clocks):  # type: ignore[union-attr]
+            self.foreign += 1
+            return
         self._acked(rows.key, rows.seqs.get(self.worker, 0), now)  # what a tail answers is with all replicas
         if self.clock is not None and rows.clocks.get(self.worker, 0) >= self.clock:
             self._behind.discard(rows.key)
@@ -210,6 +222,9 @@ class Client(Pushing):
 
     def _adopt(self, view: m.View, now: float) -> None:
         if view.number <= self.view.number:
+            return
+        if view.chains.keys() != self.unacked.keys() or not all(view.chains.values()):
+            self.foreign += 1
             return
         self.view = view
         self.worker = next((w for w, address in view.workers.items() if address == self.address), self.worker)

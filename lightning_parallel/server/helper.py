@@ -54,7 +54,10 @@ class Helper(Caller):
 
     def handle(self, message: m.Message, now: float) -> list[m.Message]:
         """React to a message; see ``Server.handle``."""
+        before = self.foreign
         out, body = super().handle(message, now), message.body
+        if self.foreign > before:
+            return out
         if isinstance(body, m.Portion) and self.portion is None:
             self.portion = body
             out += self._read(body.batch)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.server.clock import VectorClock
 from lightning_parallel.server.filters import decode
+from lightning_parallel.server.filters.codec import fits
 from lightning_parallel.server.messages import Copy, Entry, Seqs, Values
-from lightning_parallel.server.sandblaster import perform
+from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.sandblaster import check, perform
 from lightning_parallel.server.updates import Update
 
 Memory = Callable[[int], Tensor]  # gives so many zeros, float32
@@ -55,7 +59,7 @@ class Range:
         self.counted = set[int]()  # portions of the batch in hand whose results are in
 
     def apply(self, entry: Entry) -> None:
-        """Take the next step of the history."""
+        """Take the next step of the history, which `admits` it."""
         assert entry.lsn == self.lsn + 1, (entry.lsn, self.lsn)
         self.lsn = entry.lsn
         if entry.push is not None or entry.seed is not None or entry.call is not None:
@@ -100,6 +104,24 @@ class Range:
         for worker in entry.left:
             self.clocks.leave(worker)
             self.left = (*self.left, worker)
+
+    def admits(self, entry: Entry) -> bool:
+        """Whether an entry can be applied: of vectors of this length, and of workers that are there."""
+        for worker in entry.marks:
+            if worker not in self.clocks and worker not in entry.joined:
+                return False
+        if not fits(entry.seed, self.length):
+            return False
+        return fits(entry.push, self.length) if entry.call is None else self._can_do(entry.call, entry.push)
+
+    def _can_do(self, call: tuple[Any, ...], push: Values | None) -> bool:
+        match call:
+            case (str(), int(), int(), int(), *words):
+                with suppress(ValueError, RuntimeError, IndexError):
+                    if isinstance(push, (Tensor, type(None))) or push.length == self.length:
+                        check({"x": self.weights} | self.vectors, tuple(words), None if push is None else decode(push))
+                        return True
+        return False
 
     def lend(self) -> Tensor:
         """The weights as they are now, to be read only. They stay so for as long as the returned tensor object is
@@ -147,3 +169,20 @@ class Range:
         part.clocks, part.seqs = VectorClock(copy.clocks, copy.numbers["floor"]), dict(copy.seqs)
         part.left, part.calls, part.counted = copy.left, dict(copy.calls), set(copy.counted)
         return part
+
+
+def is_copy(copy: Copy, rules: Rules) -> bool:
+    """Whether a range can be made of a copy: it has all that one of its key and length has, and nothing of another."""
+    if not 0 <= copy.key < rules.layout.num_ranges:
+        return False
+    length, tensors = rules.layout.length(copy.key), copy.tensors
+    numbers = all(copy.numbers.get(name, -1) >= 0 for name in (*COUNTERS, "seeded", "floor"))
+    state = {f"state.{slot}": vector for slot, vector in rules.update.state(length).items()}
+    wanted = {"weights": torch.empty(length, device="meta"), **state}
+    same = all(
+        name in tensors and (tensors[name].dtype, tensors[name].numel()) == (like.dtype, like.numel())
+        for name, like in wanted.items()
+    )
+    others = [vector for name, vector in tensors.items() if name not in wanted]
+    whole = all((vector.dtype, vector.numel()) == (torch.float64, length) for vector in others)
+    return numbers and same and whole and copy.clocks.keys() <= copy.seqs.keys()

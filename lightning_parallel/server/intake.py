@@ -68,6 +68,8 @@ class Intake:
             return Ack(push.key, acked) if push.seq <= acked else None
         if push.seq != self.taken[push.worker] + 1:
             return Nack(push.key, "gap", self.taken[push.worker] + 1)
+        if isinstance(push.values, Coded) and push.values.length != self.part.length:
+            return Nack(push.key, "malformed", push.seq)
         known, values = self.keys.expand(push.worker, push.values)
         if not known:
             return Nack(push.key, "keys", push.seq)

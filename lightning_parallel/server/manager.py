@@ -20,6 +20,7 @@ from lightning_parallel.server.ring import Ring
 from lightning_parallel.server.roster import Member, Roster
 from lightning_parallel.server.rules import Rules
 from lightning_parallel.server.sharing import Sharing
+from lightning_parallel.server.trust import for_manager
 
 
 class RangeLostError(RuntimeError):
@@ -56,6 +57,7 @@ class Manager:
         self._expires: dict[str, float] = {}
         self._ring: Ring | None = None  # of the servers that are there now
         self._changed = False
+        self.foreign = 0  # messages that their sender may not say, or that cannot be
         self._out: list[m.Message] = []
         self.sharing = Sharing(self._send, roster.progress, rules.backup_after)
 
@@ -76,7 +78,9 @@ class Manager:
         """
         body, source = message.body, message.source
         self.sharing.now = now
-        if isinstance(body, m.Hello):
+        if not for_manager(source, body, self.rules.layout):
+            self.foreign += 1
+        elif isinstance(body, m.Hello):
             self._hello(source, body, now)
         elif isinstance(body, m.Wake):
             self._expire(now)
@@ -118,10 +122,14 @@ class Manager:
             self._changed |= self.sharing.handle(source, body)
         elif isinstance(body, m.Copied) and self.view.joining.get(body.key) == source:
             self._next(chains={body.key: (*self.view.chains[body.key], source)})
-        elif isinstance(body, m.Drained) and source == self.view.chains[body.key][0]:
+        elif isinstance(body, m.Drained) and self._may_reorder(source, body.key):
             self._next(chains={body.key: self._goal(body.key)})
         elif isinstance(body, m.Lease):
             self._drain([key for key in self.view.chains if self.view.chains[key][0] == source])
+
+    def _may_reorder(self, source: str, key: int) -> bool:
+        chain = self.view.chains.get(key, ())
+        return chain[:1] == (source,) and isinstance(next_step(chain, self._goal(key)), Reorder)
 
     def _hello(self, source: str, hello: m.Hello, now: float) -> None:
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):

@@ -15,13 +15,15 @@ import torch
 
 from lightning_parallel.server import messages as m
 from lightning_parallel.server.chain import MANAGER, NoBoard
-from lightning_parallel.server.history import Memory, Range
+from lightning_parallel.server.history import Memory, Range, is_copy
 from lightning_parallel.server.replica import Replica
 from lightning_parallel.server.rules import Rules
+from lightning_parallel.server.trust import for_server, of_manager
 
 EARLY = 1024  # messages of a view to come that are kept, or as many as a worker may have under way
 
-_ACTIONS: dict[type, Callable[[Replica, str, Any, float], None]] = {
+# what becomes of a message; False if it cannot be
+_ACTIONS: dict[type, Callable[[Replica, str, Any, float], bool | None]] = {
     m.Push: lambda replica, source, body, now: replica.on_push(source, body, now),
     m.Pull: lambda replica, source, body, now: replica.on_pull(body),
     m.Append: lambda replica, source, body, now: replica.on_append(source, body, now),
@@ -69,6 +71,7 @@ class Server:
         self.out: list[m.Message] = []
         self.early: deque[m.Message] = deque(maxlen=max(EARLY, rules.most_under_way))
         self.refused = 0  # messages of older views
+        self.foreign = 0  # that their sender may not say, or that cannot be
         self.lost = False  # the manager took this server for gone
         self._lease_at = 0.0
         self._copying: set[int] = set()
@@ -97,6 +100,8 @@ class Server:
     def _act(self, message: m.Message, now: float) -> None:
         if isinstance(message.body, m.Wake):
             self._wake(now)
+        elif not of_manager(message):
+            self.foreign += 1
         elif isinstance(message.body, m.View):
             self._adopt(message.body, now)
         elif isinstance(message.body, m.Refused):
@@ -129,6 +134,9 @@ class Server:
 
     def _react(self, message: m.Message, now: float) -> None:
         body, source = message.body, message.source
+        if not for_server(source, body, self.address, self.view):
+            self.foreign += 1
+            return
         if isinstance(body, m.Copy):
             self._take_copy(source, body, now)
             return
@@ -137,10 +145,13 @@ class Server:
             return
         action = _ACTIONS.get(type(body))
         if action is not None:
-            action(replica, source, body, now)
+            self.foreign += action(replica, source, body, now) is False
 
     def _adopt(self, view: m.View, now: float) -> None:
         if view.number <= self.view.number:
+            return
+        if not view.joining.keys() <= view.chains.keys() or not all(view.chains.values()):
+            self.foreign += 1
             return
         self.view = view
         held = {key for key, chain in view.chains.items() if self.address in chain}
@@ -158,7 +169,9 @@ class Server:
             self._act(message, now)
 
     def _take_copy(self, source: str, copy: m.Copy, now: float) -> None:
-        if copy.key in self.replicas:
+        if not is_copy(copy, self.rules):
+            self.foreign += 1
+        elif copy.key in self.replicas:
             self.replicas[copy.key].on_copy(source, copy, now)
         elif copy.key in self._copying:
             replica = self.replicas[copy.key] = self._replica(Range.of(copy, self.rules.update, self.memory))

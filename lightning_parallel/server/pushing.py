@@ -40,6 +40,7 @@ class Pushing:
         self._seed: Tensor | None = None
         self._resend_at = 0.0
         self._out: list[m.Message] = []
+        self.foreign = 0  # messages that their sender may not say, or that cannot be
 
     def seed(self, vector: Tensor) -> list[m.Message]:
         """Offer first weights; the first that come to a range count. Called once the view is there."""
@@ -111,6 +112,9 @@ class Pushing:
 
     def _acked(self, key: int, seq: int, now: float) -> None:
         """Every push up to a number is with all replicas of a range; while there is such news, nothing is lost."""
+        if key not in self.unacked or seq > self.seq:
+            self.foreign += 1
+            return
         pushes = self.unacked[key]
         for number in [number for number in pushes if number <= seq]:
             del pushes[number]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from lightning_parallel.server.chain import MANAGER, NoBoard, Place
 from lightning_parallel.server.filters import decode
 from lightning_parallel.server.filters.codec import fits
@@ -116,6 +118,8 @@ class Replica(Place):
 
     def _refusal(self, call: Call) -> str:
         """Why a call cannot be done, if it cannot."""
+        if not isinstance(call.values, (Tensor, type(None))) and call.values.length != self.part.length:
+            return f"values of length {call.values.length}, where the range has {self.part.length}"
         try:
             values = None if call.values is None else decode(call.values)
             check({"x": self.part.weights} | self.part.vectors, call.words, values)
@@ -150,9 +154,10 @@ class Replica(Place):
             self.intake.draining = True
             self._tell_drained()
 
-    def on_committed(self, committed: Committed, now: float) -> None:
-        super().on_committed(committed, now)
+    def on_committed(self, committed: Committed, now: float) -> bool:
+        can_be = super().on_committed(committed, now)
         self._tell_drained()
+        return can_be
 
     def _tell_drained(self) -> None:
         if self.is_head and self.intake.draining and self.committed == self.part.lsn:

@@ -11,18 +11,19 @@ import pickle
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import cast
 
 from lightning_parallel.server.transport.sealed import AnyConnection
-from lightning_parallel.trainer.later_runs import PAST, answer
-
-WORKER = "worker"  # says hello to the hub
+from lightning_parallel.trainer.hello import PAST, WORKER
+from lightning_parallel.trainer.later_runs import answer
+from lightning_parallel.trainer.reception import Arrival
 
 
 class Door:
     """Keeps who knocks waiting.
 
     Args:
-        come: gives the next connection.
+        come: waits for who comes next.
         processes: of ranks on this host; that of a new worker is added.
         restarts: how many are taken in.
         past: what became of earlier runs.
@@ -30,7 +31,7 @@ class Door:
 
     def __init__(
         self,
-        come: Callable[[], AnyConnection],
+        come: Callable[[], Arrival],
         processes: dict[int, int | None],
         restarts: int,
         past: Mapping[int, bytes],
@@ -41,17 +42,14 @@ class Door:
             threading.Thread(target=self._listen, name="door", daemon=True).start()
 
     def _listen(self) -> None:
-        with suppress(OSError):  # the run is over
-            while True:
-                line = self._come()
-                with suppress(EOFError, OSError):
-                    kind, rank, process = pickle.loads(line.recv_bytes())
-                    if kind == PAST:
-                        answer(line, rank, self._past)
-                    elif kind == WORKER and self._restarts:
-                        self._waiting[rank] = line, process
-                    elif kind == WORKER:
-                        _refuse(line)
+        while True:
+            line, (kind, number, more) = self._come()
+            if kind == PAST:
+                answer(line, number, self._past)
+            elif kind == WORKER and self._restarts:
+                self._waiting[number] = line, cast("int | None", more)
+            else:
+                _refuse(line)
 
     def take_in(self, rank: int) -> AnyConnection | None:
         """The connection to a new worker of a rank that is gone, once it is there."""

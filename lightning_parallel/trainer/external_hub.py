@@ -11,10 +11,8 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
-from multiprocessing.connection import Client, Listener
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +22,15 @@ from lightning_parallel.failure.party import lost
 from lightning_parallel.server.hosting import Far
 from lightning_parallel.server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.detached import detach, open_lines
-from lightning_parallel.trainer.door import WORKER, Door
-from lightning_parallel.trainer.far_servers import SERVER
+from lightning_parallel.trainer.door import Door
+from lightning_parallel.trainer.hello import PAST, SERVER, WORKER, Hello
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.hub import Hub
-from lightning_parallel.trainer.later_runs import PAST, LaterRuns, answer, folder
+from lightning_parallel.trainer.later_runs import LaterRuns, answer, folder
 from lightning_parallel.trainer.line import Line
+from lightning_parallel.trainer.reception import Arrival, Reception, come, greet, listen
 
-_LOOK_S, _PATIENCE_S = 0.2, 8.0
+_LOOK_S, _PATIENCE_S, _AGAIN_S = 0.2, 8.0, 0.02
 
 
 class RunIsOver(StageError):
@@ -78,8 +77,8 @@ class ExternalHub:
         if rank == 0:
             listener = None if hosts is None else hosts.listen(world_size + num_far, run)
             _start(path, listener, hosts, world_size, num_far, timeout, island_size, restarts, past or {})
-        connection = _connect(path, rank, timeout, LaterRuns(port, run, hosts), hosts)
-        connection.send_bytes(pickle.dumps((WORKER, rank, os.getpid() if is_near else None)))
+        hello = Hello(WORKER, rank, os.getpid() if is_near else None)
+        connection = _connect(path, hello, timeout, LaterRuns(port, run, hosts), hosts)
         self.line = Line(connection, rank, reports=True, is_new=_is_new(connection, rank))
         open_lines.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
@@ -115,18 +114,22 @@ def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
         listener.close()
 
 
-def _connect(path: Path, rank: int, timeout: float, later: LaterRuns, hosts: Hosts | None) -> AnyConnection:
-    """A connection to the hub, once it is there."""
-    deadline = time.monotonic() + timeout
+def _connect(path: Path, hello: Hello, timeout: float, later: LaterRuns, hosts: Hosts | None) -> AnyConnection:
+    """A connection to the hub, once it is there; tried anew where it had too many to look after."""
+    rank, deadline, was_there = hello.number, time.monotonic() + timeout, False
     while True:
         try:
-            return Client(str(path), "AF_UNIX") if hosts is None else hosts.connect(hosts.port)
+            left = max(0.1, deadline - time.monotonic())
+            return come(path, hello, left) if hosts is None else hosts.connect(hosts.port, hello, left)
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            if rank and later.past() is not None:
+            if rank and (was_there or later.past() is not None):
                 raise RunIsOver(f"Rank {rank} came to a run that is over.") from error
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} waited {timeout} s for rank 0 to start the run") from error
-            time.sleep(0.02)
+            cause: OSError = error
+        except OSError as error:
+            cause, was_there = error, True
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} waited {timeout} s for rank 0 to start the run") from cause
+        time.sleep(_AGAIN_S)
 
 
 def _serve(
@@ -144,50 +147,39 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(int(timeout) + 1)  # whoever does not come in time ends it
     try:
-        with listener or _listening(path, world_size) as listening:
-            come = (
-                listening.accept if isinstance(listening, Listener) else partial(cast(Hosts, hosts).accept, listening)
-            )
-            lines, processes, far = _all_come(come, world_size, num_far, past)
-            signal.alarm(0)
-            door = Door(come, processes, restarts, past)
-            kill = lambda rank: _kill(processes[rank])  # noqa: E731
-            hub = Hub(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
-            try:
-                _run(hub, processes)
-            finally:
-                hub.close()
+        expected = world_size + num_far
+        if listener is None or hosts is None:
+            reception = Reception(listen(path), greet, expected)
+        else:
+            reception = Reception(listener, hosts.greet, expected)
+        lines, processes, far = _all_come(reception.next, world_size, num_far, past)
+        signal.alarm(0)
+        door = Door(reception.next, processes, restarts, past)
+        kill = lambda rank: _kill(processes[rank])  # noqa: E731
+        hub = Hub(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
+        try:
+            _run(hub, processes)
+        finally:
+            hub.close()
     finally:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _listening(path: Path, backlog: int) -> Iterator[Listener]:
-    """Listen in a folder, which may be gone in the end: somebody cleaned up, or the run's temporary folder went."""
-    listener = Listener(str(path), "AF_UNIX", backlog=backlog)
-    try:
-        yield listener
-    finally:
-        with suppress(FileNotFoundError):
-            listener.close()
-
-
 def _all_come(
-    come: Callable[[], AnyConnection], world_size: int, num_far: int, past: Mapping[int, bytes]
+    come: Callable[[], Arrival], world_size: int, num_far: int, past: Mapping[int, bytes]
 ) -> tuple[dict[AnyConnection, int], dict[int, int | None], dict[int, Far]]:
     """The lines of all workers, their processes, and servers that are on other hosts; who comes twice, came again."""
     lines: dict[int, AnyConnection] = {}
     processes: dict[int, int | None] = {}
     far: dict[int, Far] = {}
     while len(lines) < world_size or len(far) < num_far:
-        line = come()
-        kind, number, more = pickle.loads(line.recv_bytes())
+        line, (kind, number, more) = come()
         if kind == PAST:
             answer(line, number, past)
         elif kind == SERVER:
-            far[number] = Far(more, line)
-        else:
-            lines[number], processes[number] = line, more
+            far[number] = Far(cast(str, more), line)
+        elif number < world_size:
+            lines[number], processes[number] = line, cast("int | None", more)
             line.send_bytes(pickle.dumps(False))
     return {line: rank for rank, line in lines.items()}, processes, far
 

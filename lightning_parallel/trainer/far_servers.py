@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from lightning_parallel.server.serving import serve
 from lightning_parallel.trainer.detached import detach
+from lightning_parallel.trainer.hello import SERVER, Hello
 from lightning_parallel.trainer.hosts import Hosts
-
-SERVER = "server"  # says hello to the hub
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ def start_servers(hosts: Hosts, host: int, servers: Sequence[int]) -> None:
 def _wait_to_serve(hosts: Hosts, port: int, host: int, server: int) -> None:
     """What the process of a server runs."""
     os.setsid()  # torchrun ends all that is in a worker's session, when another worker has failed
-    line = hosts.connect(port)
-    line.send_bytes(pickle.dumps((SERVER, server, str(host))))
+    line = hosts.connect(port, Hello(SERVER, server, str(host)))
     with suppress(EOFError, OSError):  # the run ends without having needed any
         job, address, ranges = pickle.loads(line.recv_bytes())
         serve(hosts.place(job, line), address, ranges, line, str(host))

@@ -1,35 +1,40 @@
 """How workers on other hosts find the hub of a run, and are known to belong to it.
 
-The one idea: the user sets one secret text on all hosts. The hub takes only connections that prove it, which are
-encrypted, and the keys by which workers and servers encrypt what they say are made of it, so that they travel nowhere.
+The one idea: the user sets one secret for all hosts. The hub takes only connections that prove it, which are encrypted,
+and the keys by which workers and servers encrypt what they say are made of it, so that they travel nowhere.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing import AuthenticationError
+from ssl import SSLSocket
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from lightning_parallel.handshake import Unproven
 from lightning_parallel.mesh import open_store
-from lightning_parallel.server.transport.sealed import AnyConnection, SealedConnection
+from lightning_parallel.secret import SECRET, Secret
+from lightning_parallel.server.transport.sealed import AnyConnection, SealedConnection, seal
+from lightning_parallel.strangers import PATIENCE_S, Waits, drive
+from lightning_parallel.trainer.hello import Hello, hear, say
+from lightning_parallel.trainer.reception import Arrival
 
 if TYPE_CHECKING:
     from lightning_parallel.server.job import Job
     from lightning_parallel.server.transport.keys import Keys
 
-SECRET = "LIGHTNING_PARALLEL_SECRET"
 _LATEST = "lightning_parallel/latest_hub"
 _IDLE_S, _BETWEEN_S, _PROBES = 5, 2, 3  # so a host whose cable is out is missed after 11 s
+_TRIES, _AGAIN_S = 3, 0.1  # of who was turned away, as happens where too many come at once
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Hosts:
     """
 
     address: str
-    secret: bytes
+    secret: Secret
     store: dist.Store
 
     @classmethod
@@ -53,19 +58,18 @@ class Hosts:
         Raises:
             ValueError: there is no secret.
         """
-        secret = os.environ.get(SECRET, "")
-        if len(secret) < 16:
+        secret = Secret.of_run()
+        if secret is None:
             raise ValueError(
-                "A parameter server on several hosts takes nobody in who does not know its secret, and"
-                f" {SECRET} has {len(secret)} characters. Set it to the same 16 or more on all hosts, such as what"
-                " `openssl rand -hex 16` prints."
+                f"A parameter server on several hosts takes nobody in who does not know its secret, and {SECRET} is not"
+                " set. Set it to the same 16 or more characters on all hosts, such as what `openssl rand -hex 32`"
+                f" prints, or {SECRET}_FILE to a file of mode 600 that holds them."
             )
-        store = open_store(address, port, rank, world_size, timeout)
-        return cls(socket.gethostbyname(address), secret.encode(), store)
+        return cls(socket.gethostbyname(address), secret, open_store(address, port, rank, world_size, timeout))
 
     def listen(self, count: int, run: int) -> socket.socket:
         """The hub's end, for so many, on a free port that the others are told, and who comes to an earlier run."""
-        listener = socket.create_server((self.address, 0), backlog=count)
+        listener = socket.create_server((self.address, 0), backlog=max(count, 1024))
         port = listener.getsockname()[1]
         self.store.set("hub", str(port))
         self._script.set(_LATEST, f"{run} {port}")
@@ -84,32 +88,62 @@ class Hosts:
         run, port = map(int, self._script.get(_LATEST).split())
         return run, port
 
-    def accept(self, listener: socket.socket) -> SealedConnection:
-        """The next connection of somebody who belongs here."""
-        while True:
-            with suppress(AuthenticationError, EOFError, OSError):
-                stream, _ = listener.accept()
-                connection = SealedConnection(stream, self.secret, listens=True)
-                keep_alive(connection)
-                return connection
+    def greet(self, stream: socket.socket) -> Waits[Arrival]:
+        """Take in who belongs here."""
+        tls = yield from seal(stream, self._key, listens=True)
+        try:
+            hello = yield from hear(tls)
+        except BaseException:
+            tls.close()
+            raise
+        line = SealedConnection(tls)
+        keep_alive(line)
+        return Arrival(line, hello)
 
     @property
     def port(self) -> int:
         """Where the hub listens, once it does."""
         return int(self.store.get("hub"))
 
-    def connect(self, port: int) -> SealedConnection:
-        """A connection to the hub.
+    def connect(self, port: int, hello: Hello, seconds: float = PATIENCE_S) -> SealedConnection:
+        """A connection to the hub, which has heard who comes.
 
         Raises:
             ValueError: this host has another secret.
+            ConnectionRefusedError: there is no hub.
+            OSError: it does not answer in so many seconds.
         """
+        for again in reversed(range(_TRIES)):
+            try:
+                return self._connect(port, hello, seconds)
+            except Unproven as error:
+                if not again:
+                    raise ValueError(
+                        f"{SECRET} is another one on {self.address}. Set the same on all hosts."
+                    ) from error
+                time.sleep(_AGAIN_S)
+        raise AssertionError
+
+    def _connect(self, port: int, hello: Hello, seconds: float) -> SealedConnection:
+        deadline = time.monotonic() + seconds
+        with socket.create_connection((self.address, port), timeout=seconds) as stream:
+            tls = drive(stream, self._come(stream, hello), deadline - time.monotonic())
+        line = SealedConnection(tls)
+        keep_alive(line)
+        return line
+
+    def _come(self, stream: socket.socket, hello: Hello) -> Waits[SSLSocket]:
+        tls = yield from seal(stream, self._key, listens=False)
         try:
-            connection = SealedConnection(socket.create_connection((self.address, port)), self.secret, listens=False)
-        except AuthenticationError as error:
-            raise ValueError(f"{SECRET} is another one on {self.address}. Set the same on all hosts.") from error
-        keep_alive(connection)
-        return connection
+            yield from say(tls, hello)
+        except BaseException:
+            tls.close()
+            raise
+        return tls
+
+    @property
+    def _key(self) -> bytes:
+        return self.secret.key("hub")
 
     @property
     def keys(self) -> Keys:
@@ -119,7 +153,7 @@ class Hosts:
 
         from lightning_parallel.server.transport.keys import Keys
 
-        own = z85.encode(hashlib.sha256(b"lightning_parallel servers " + self.secret).digest())
+        own = z85.encode(self.secret.key("servers"))
         return Keys(zmq.curve_public(own), own)
 
     def place(self, job: Job, connection: AnyConnection) -> Job:

@@ -12,15 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from pathlib import Path
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.server.transport.sealed import AnyConnection
+from lightning_parallel.trainer.hello import PAST, Hello
 from lightning_parallel.trainer.hosts import Hosts
+from lightning_parallel.trainer.reception import come
 
-PAST = "past run"  # asks the hub
 _LOOK_S = 0.05
 
 
@@ -56,9 +55,8 @@ class LaterRuns:
             StageError: nothing was kept of it.
         """
         for connect in self._hubs():
-            with suppress(OSError, EOFError, AuthenticationError):  # of a run that was killed
+            with suppress(OSError, EOFError):  # of a run that was killed
                 line = connect()
-                line.send_bytes(pickle.dumps((PAST, self._run, None)))
                 kept: bytes | None = pickle.loads(line.recv_bytes())
                 line.close()
                 if kept is None:
@@ -86,11 +84,12 @@ class LaterRuns:
         return past
 
     def _hubs(self) -> list[Callable[[], AnyConnection]]:
+        question = Hello(PAST, self._run)
         if self._hosts is not None:
             hosts, (run, port) = self._hosts, self._hosts.latest
-            return [lambda: hosts.connect(port)] if run > self._run else []
+            return [lambda: hosts.connect(port, question)] if run > self._run else []
         paths = {int(path.name.rpartition("-")[2]): path for path in folder().glob(f"{self._port}-*")}
-        return [lambda path=path: Client(str(path), "AF_UNIX") for run, path in paths.items() if run > self._run]  # type: ignore[misc]
+        return [lambda path=path: come(path, question) for run, path in paths.items() if run > self._run]  # type: ignore[misc]
 
 
 def answer(line: AnyConnection, run: int, past: Mapping[int, bytes]) -> None:

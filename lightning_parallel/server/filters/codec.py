@@ -61,6 +61,8 @@ def fits(values: Values | None, length: int) -> bool:
         return True
     if isinstance(values, Tensor):
         return values.dtype == torch.float32 and tuple(values.shape) == (length,)
+    if values.length != length:  # before anything of the length that it claims is made
+        return False
     try:
         return decode(values).numel() == length
     except (ValueError, RuntimeError, IndexError):

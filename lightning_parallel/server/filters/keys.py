@@ -51,6 +51,8 @@ class ReceivedKeys:
         """Whether the places are known, and the values with them."""
         if not isinstance(values, Coded) or "+" not in values.codec:
             return True, values
+        if not _has_places(values):
+            return True, values  # which no vector can be made of
         known = self._known.setdefault(worker, OrderedDict())
         if values.codec.endswith("+sparse"):
             known[digest(values)] = values.parts[1]
@@ -68,3 +70,13 @@ def digest(values: Coded) -> int:
     """63 bits of the places."""
     raw = values.parts[1].numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1
+
+
+def _has_places(values: Coded) -> bool:
+    """Whether there is a list of places of a vector, or one digest of such."""
+    if len(values.parts) != 2:
+        return False
+    places = values.parts[1]
+    if values.codec.endswith("+cached"):
+        return places.numel() == 1 and places.dtype == torch.int64
+    return places.dtype == torch.int32 and places.numel() <= values.length

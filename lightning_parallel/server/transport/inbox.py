@@ -19,6 +19,8 @@ from lightning_parallel.server.transport.slab import SlabReader
 from lightning_parallel.server.wire import Header, WireError, unpack_header
 
 RETURNED = 1 << 16  # credits that are kept for peers that take none now
+HANDSHAKE_MS = 10_000  # in which whoever connects has to say who it is
+REASONS = 64  # for which refused messages are counted apart
 PEERS = 1024  # peers of which something half arrived is kept at most
 BORROWED = (wire.BODIES.index(m.Push), wire.BODIES.index(m.Append))  # what is soon forgotten: read where it lies
 
@@ -48,7 +50,7 @@ class Inbox:
     ) -> None:
         router.linger, router.rcvhwm, router.sndhwm = 0, 2 * FRAMES, 2 * FRAMES
         router.router_handover, router.router_mandatory = True, True
-        router.maxmsgsize = 2 << 20
+        router.maxmsgsize, router.handshake_ivl = 2 << 20, HANDSHAKE_MS
         self.router, self.job, self.most, self.counts = router, job, most, counts
         self.shared, self.borrows, self.place = shared, borrows, place
         self.assemblies: dict[bytes, Assembly] = {}
@@ -90,12 +92,19 @@ class Inbox:
             content = raw[wire.HEADER.size :]
             return self._begin(peer, unpack_header(raw[: wire.HEADER.size], content), content)
         except WireError as error:
-            self.counts["refused"] += 1
-            self.counts[f"refused: {error}"[:60]] += 1
+            self.refuse(str(error))
             self.assemblies.pop(peer, None)
             while self.router.get(RCVMORE):
                 self.router.recv()
             return None
+
+    def refuse(self, why: str) -> None:
+        """Count a message that is not taken; of many different reasons all further ones are one."""
+        name = f"refused: {why}"[:60]
+        if name not in self.counts and len(self.counts) >= REASONS:
+            name = "refused: for other reasons"
+        self.counts["refused"] += 1
+        self.counts[name] += 1
 
     def _check(self, header: Header) -> None:
         if header.job != self.job:

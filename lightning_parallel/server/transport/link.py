@@ -23,6 +23,7 @@ from lightning_parallel.server import wire
 from lightning_parallel.server.messages import Append, Copy, Message, Push, Rows
 from lightning_parallel.server.transport.frames import INLINE_BYTES, Encoded, Frame, alone, frames
 from lightning_parallel.server.transport.keys import Keys
+from lightning_parallel.server.transport.password import Password
 from lightning_parallel.server.transport.pyzmq import NOBLOCK, SNDMORE, zmq
 from lightning_parallel.server.transport.slab import Slab
 from lightning_parallel.server.wire import Header, WireError, unpack_header
@@ -89,7 +90,7 @@ class Link:
         counts: where dropped and refused messages are counted.
         poller: is told of the socket.
         slab: this process's shared memory, if the peer can see it.
-        keys: of the job.
+        proof: that this process is of the job, where one is asked for.
         patience: seconds without a credit after which the connection is made anew.
         most: messages that wait at most.
     """
@@ -103,12 +104,12 @@ class Link:
         counts: Counter[str],
         poller: zmq.Poller,
         slab: Slab | None = None,
-        keys: Keys | None = None,
+        proof: Keys | Password | None = None,
         patience: float = 5.0,
         most: int = QUEUE,
     ) -> None:
         self.context, self.me, self.endpoint, self.job, self.counts = context, me, endpoint, job, counts
-        self.poller, self.slab, self.keys, self.patience, self.most = poller, slab, keys, patience, most
+        self.poller, self.slab, self.proof, self.patience, self.most = poller, slab, proof, patience, most
         # what waits, by its label: the message, its number, its place in the slab
         self.queue: OrderedDict[Hashable, tuple[Encoded, int, int | None]] = OrderedDict()
         self.blocked = False  # the socket takes nothing now
@@ -122,9 +123,13 @@ class Link:
         self.socket.identity = self.me.encode()
         self.socket.linger, self.socket.sndhwm, self.socket.immediate = 0, FRAMES, 1
         self.socket.maxmsgsize = 1 << 12
-        if self.keys is not None:
-            self.keys.connect(self.socket)
-        self.socket.connect(self.endpoint)
+        if self.proof is not None:
+            self.proof.connect(self.socket)
+        try:
+            self.socket.connect(self.endpoint)
+        except zmq.ZMQError:
+            self.socket.close(0)
+            raise
         self.poller.register(self.socket, zmq.POLLIN)
         self.outstanding, self.heard = 0, time.monotonic()
 

@@ -15,53 +15,78 @@ import select
 import socket
 import ssl
 import struct
-from multiprocessing import AuthenticationError
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
+from lightning_parallel.handshake import Unproven
+from lightning_parallel.strangers import Waits, read, write
+
+T = TypeVar("T")
 _CIPHERS = "AECDH-AES256-SHA:@SECLEVEL=0"  # OpenSSL counts what has no certificates as level 0
-_PATIENCE_S = 20.0  # for a peer's hello and proof
 _LENGTH = struct.Struct("!Q")
 _LISTENS, _CONNECTS, _PROOF = b"listens", b"connects", 32
+
+
+def seal(stream: socket.socket, key: bytes, listens: bool) -> Waits[ssl.SSLSocket]:
+    """Agree on keys with the other end, and prove to each other that both know the run's.
+
+    Args:
+        stream: connected; the result takes it over, and does not block either.
+        key: see `Secret.key`.
+        listens: whether this is the end that was connected to.
+
+    Raises:
+        Unproven: the other end does not know the key.
+        OSError: it is no end of such a connection, or gone.
+    """
+    stream.setblocking(False)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tls = _context(listens).wrap_socket(stream, server_side=listens, do_handshake_on_connect=False)
+    try:
+        yield from _when_ready(tls.do_handshake)
+        yield from _prove(tls, key, listens)
+    except BaseException:
+        tls.close()
+        raise
+    return tls
+
+
+def _when_ready(step: Callable[[], T]) -> Waits[T]:
+    while True:
+        try:
+            return step()
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+
+
+def _prove(tls: ssl.SSLSocket, key: bytes, listens: bool) -> Waits[None]:
+    """The end that connected proves itself first."""
+    session = tls.get_channel_binding("tls-unique") or b""
+    if not listens:
+        yield from write(tls, _proof(key, _CONNECTS, session))
+    try:
+        theirs = yield from read(tls, _PROOF)
+    except ConnectionError as error:
+        raise Unproven("the other end took this one's key for another") from error
+    if not session or not hmac.compare_digest(theirs, _proof(key, _CONNECTS if listens else _LISTENS, session)):
+        raise Unproven("the other end does not know the key")
+    if listens:
+        yield from write(tls, _proof(key, _LISTENS, session))
 
 
 class SealedConnection:
     """An end, used as a ``multiprocessing.connection.Connection``.
 
     Args:
-        stream: connected.
-        secret: that the other end has to know.
-        listens: whether this is the end that was connected to.
-
-    Raises:
-        AuthenticationError: the other end does not know the secret.
-        OSError: it is no end of such a connection, or gone.
+        tls: of both ends that have proven themselves (`seal`); from here on it blocks.
     """
 
-    def __init__(self, stream: socket.socket, secret: bytes, listens: bool) -> None:
-        stream.settimeout(_PATIENCE_S)
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._tls = _context(listens).wrap_socket(stream, server_side=listens)
-        self.closed = False
-        try:
-            self._prove(secret, listens)
-        except BaseException:
-            self.close()
-            raise
-        self._tls.settimeout(None)
-
-    def _prove(self, secret: bytes, listens: bool) -> None:
-        """The end that connected proves itself first."""
-        session = self._tls.get_channel_binding("tls-unique") or b""
-        if not listens:
-            self._tls.sendall(_proof(secret, _CONNECTS, session))
-        try:
-            theirs = self._read(_PROOF)
-        except EOFError as error:
-            raise AuthenticationError("the other end took another secret for its own") from error
-        if not session or not hmac.compare_digest(theirs, _proof(secret, _CONNECTS if listens else _LISTENS, session)):
-            raise AuthenticationError("the other end does not know the secret")
-        if listens:
-            self._tls.sendall(_proof(secret, _LISTENS, session))
+    def __init__(self, tls: ssl.SSLSocket) -> None:
+        tls.setblocking(True)
+        self._tls, self.closed = tls, False
 
     def send_bytes(self, blob: bytes) -> None:
         """Send a message."""
@@ -132,5 +157,5 @@ def _context(listens: bool) -> ssl.SSLContext:
     return context
 
 
-def _proof(secret: bytes, role: bytes, session: bytes) -> bytes:
-    return hmac.digest(secret, role + session, "sha256")
+def _proof(key: bytes, role: bytes, session: bytes) -> bytes:
+    return hmac.digest(key, role + session, "sha256")

@@ -2,8 +2,8 @@
 (``link.py``).
 
 The one idea: a process waits in one place, for a message, a credit or the time that its machine has named, and reacts
-to what is there. Loopback and ipc only, unless there are keys. Left out: starting processes (``launcher.py``), waiting
-for results (``session.py``).
+to what is there. Loopback and ipc only, unless there are keys; on loopback whoever connects says a password. Left out:
+starting processes (``launcher.py``), waiting for results (``session.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_parallel.server.chain import MANAGER
 from lightning_parallel.server.transport.inbox import Inbox
 from lightning_parallel.server.transport.keys import Keys, is_local
 from lightning_parallel.server.transport.link import QUEUE, Link
+from lightning_parallel.server.transport.password import Password
 from lightning_parallel.server.transport.pyzmq import zmq
 from lightning_parallel.server.transport.slab import Slab, SlabReader
 from lightning_parallel.server.transport.virtual import Machine
@@ -72,9 +73,15 @@ class Node:
         router = self.context.socket(zmq.ROUTER)
         reader = SlabReader(shared) if shared else None
         self.inbox = Inbox(router, job, most, self.counts, reader, borrows, machine.place)
-        if keys is not None:
-            keys.listen(router)
-        router.bind(endpoint)
+        self._password = Password(self.context, job)
+        if (proof := self.proof(endpoint)) is not None:
+            proof.listen(router)
+        try:
+            router.bind(endpoint)
+        except BaseException:
+            router.close(0)
+            self.context.term()
+            raise
         self.endpoint = cast(bytes, router.last_endpoint).decode().rstrip("\0")
         self.poller.register(router, zmq.POLLIN)
 
@@ -93,12 +100,21 @@ class Node:
     def _link(self, target: str) -> Link | None:
         """The way to a peer, made when it is needed first; None if nobody said where it is."""
         link, endpoint = self.links.get(target), self.book.get(target)
-        if link is None and endpoint is not None:
+        if link is None and endpoint is not None and (self.keys is not None or is_local(endpoint)):
             slab = self.slab if endpoint.startswith("ipc://") else None
-            me, poller, keys, patience = self.machine.address, self.poller, self.keys, self.patience
-            link = Link(self.context, me, endpoint, self.job, self.counts, poller, slab, keys, patience, self.queue)
+            me, poller, proof, patience = self.machine.address, self.poller, self.proof(endpoint), self.patience
+            try:
+                link = Link(
+                    self.context, me, endpoint, self.job, self.counts, poller, slab, proof, patience, self.queue
+                )
+            except zmq.ZMQError:  # there is no such place
+                return None
             self.links[target] = link
         return link
+
+    def proof(self, endpoint: str) -> Keys | Password | None:
+        """How ends of a connection show each other that they are of this job; the file system keeps ipc."""
+        return self.keys or (self._password if endpoint.startswith("tcp://") else None)
 
     def learn(self) -> None:
         """Take endpoints from the machine's view, and close what leads to those that are gone."""
@@ -143,6 +159,9 @@ class Node:
         return got
 
     def _handle(self, message: m.Message) -> None:
+        if message.source in ("", self.machine.address):
+            self.inbox.refuse("a message in nobody's name, or in its reader's")
+            return
         if isinstance(message.body, m.Hello) and message.body.endpoint:
             self.book.setdefault(message.source, message.body.endpoint)
         self.send(self.machine.handle(message, self.now()))

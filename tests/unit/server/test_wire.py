@@ -151,6 +151,7 @@ def fuzz(frames: int) -> Node:
     context = zmq.Context()
     with context.socket(zmq.DEALER) as peer:
         peer.identity, peer.linger = b"peer", 0
+        node.proof(node.endpoint).connect(peer)
         peer.connect(node.endpoint)
         for number in range(frames):
             peer.send_multipart(rubbish(rng, job=7))
@@ -181,6 +182,7 @@ def test_a_message_that_came_before_is_refused():
     node, context = Node(Deaf(), job=7, endpoint="tcp://127.0.0.1:*", book={}), zmq.Context()
     with context.socket(zmq.DEALER) as peer:
         peer.identity, peer.linger = b"peer", 0
+        node.proof(node.endpoint).connect(peer)
         peer.connect(node.endpoint)
         frame = parts(next(cut(m.Message("peer", "deaf", 0, m.Lease()), 7, 1)))
         peer.send_multipart(frame)
