@@ -56,9 +56,7 @@ class _Functions(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """What all of it is made of."""
 
-    def __torch_dispatch__(  # type: ignore[override]
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if phantoms_in(args) or phantoms_in(kwargs):
             return func(*args, **kwargs)

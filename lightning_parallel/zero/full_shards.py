@@ -153,12 +153,31 @@ class ShardedEngine(ShardStates):
         return {id(parameter) for parameter in held if parameter is not None}
 
     def begin_step(self) -> None:
-        """Before a training step."""
+        """Before a training step.
+
+        Raises:
+            ValueError: a parameter was replaced by another since it was divided.
+        """
+        self._refuse_replaced()
         if not self._looked_for_hooks:
             _refuse_hooks(self.module)
             self._looked_for_hooks = True
         if self.broadcast_buffers:
             broadcast_together(list(self.module.buffers()), None, 0)
+
+    def _refuse_replaced(self) -> None:
+        """A parameter that a hook puts into a module in the place of one would be overwritten by the next gathering."""
+        for held in (held for part in self._shardings[0].parts for g in groups_of(part) for held in g.fsdp_params):
+            info = held._module_info
+            known = (getattr(held, name, None) for name in ("sharded_param", "_unsharded_param"))
+            current = info.module._parameters.get(info.param_name)
+            if current is not None and all(current is not p for p in known) and held.sharded_state.name != _BETWEEN:
+                raise ValueError(
+                    f"A hook has put another parameter in the place of `{info.param_name}` of a"
+                    f' {type(info.module).__name__}, which engine="fsdp2" has divided. Write into the one that is there'
+                    " (parameter.data.copy_(value)), or use ZeROStrategy(stage=2), whose engine takes another one as"
+                    " one process does."
+                )
 
     def begin_evaluation(self) -> None:
         """Before the first batch of an evaluation, and where training ends."""
@@ -261,6 +280,9 @@ class ShardedEngine(ShardStates):
                 owner.to(self.device)
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+
+_BETWEEN = "SHARDED_POST_FORWARD"  # parameters of a smaller mesh stand in the modules
 
 
 def _refuse_scalars(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -104,6 +105,14 @@ class ReadsGradients(Classifier):
             parameter.grad.mul_(0.5)
 
 
+class Replaces(Classifier):
+    """Puts another parameter, which does not train, in the place of one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net[0].weight = nn.Parameter(self.net[0].weight.detach() * 0.5)
+
+
 class Normed(Classifier):
     def __init__(self) -> None:
         super().__init__(chain(4, lambda: nn.BatchNorm1d(WIDTH)))
@@ -137,6 +146,7 @@ REMEDIES = {
     "frozen in the run": Remedy(Freezes, lambda: ZeROStrategy(stage=2, engine="native")),
     "a group in the run": Remedy(AddsGroup, lambda: ZeROStrategy(stage=2, engine="native")),
     "gradients read": Remedy(ReadsGradients, lambda: ZeROStrategy(stage=2, engine="native")),
+    "another parameter": Remedy(Replaces, lambda: ZeROStrategy(stage=2)),
     "norms": Remedy(Normed, lambda: PipelineStrategy(num_microbatches=1)),
 }
 
@@ -160,3 +170,12 @@ def test_remedies_give_one_process_s_weights():
         torch.testing.assert_close(
             found[name], expected, rtol=2e-5, atol=2e-6, msg=lambda text, of=name: f"{of}: {text}"
         )
+
+
+def test_a_parameter_that_is_replaced_while_it_is_divided_is_refused():
+    def run(rank: int, port: int) -> None:
+        join_as_torchrun(rank, 2, port)
+        trained(Remedy(Replaces, lambda: None), ZeROStrategy(stage=3), 2)
+
+    with pytest.raises(ValueError, match=r"another parameter in the place of `weight` .* use ZeROStrategy\(stage=2\)"):
+        run_ranks(run, 2, free_port(), group=False)

@@ -137,6 +137,10 @@ def test_weights_that_servers_hold_are_not_restored_within_a_run():
     finder = FindsAgain(num_training_steps=3, update_attr=False, early_stop_threshold=None)
     with pytest.raises(ValueError, match=r"cannot restore weights while it trains .* Restore before fit"):
         fit(ParameterServerStrategy(), 1, callbacks=[finder])
+    finder = FindsAgain(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    found = fit(ZeROStrategy(stage=1), 1, callbacks=[finder])[1]
+    finder = FindsAgain(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    assert_equal(found, fit("auto", 1, callbacks=[finder])[1], **WEIGHTS)
 
 
 def test_what_a_scheduler_may_not_change_is_said():
