@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from lightning_parallel.errors import StageError
 from lightning_parallel.server.transport.sealed import AnyConnection
+from lightning_parallel.server.transport.shared_files import temporary
 from lightning_parallel.trainer.hello import PAST, Hello
 from lightning_parallel.trainer.hosts import Hosts
 from lightning_parallel.trainer.reception import come
@@ -29,7 +29,7 @@ def folder() -> Path:
     Raises:
         PermissionError: others may.
     """
-    found = Path(tempfile.gettempdir()) / f"lightning-parallel-{os.getuid()}"
+    found = temporary() / f"lightning-parallel-{os.getuid()}"
     found.mkdir(mode=0o700, exist_ok=True)
     if found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o077:
         raise PermissionError(f"{found} can be entered by others. Remove it, or set TMPDIR to a folder of your own.")

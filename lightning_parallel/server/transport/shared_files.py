@@ -19,6 +19,7 @@ from pathlib import Path
 PREFIX = "server-"
 IN_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
+_LONGEST = 40  # bytes of the path of a folder for sockets, whose own paths may have 107 (unix(7))
 _log = logging.getLogger(__name__)
 
 
@@ -45,9 +46,15 @@ def say_no_room(error: OSError) -> None:
     _log.warning(f"{error.strerror}: weights go through sockets. Remove what is there, or enlarge it.")
 
 
+def temporary() -> Path:
+    """The folder for temporary files, or /tmp where its path is too long for a socket's."""
+    found = Path(tempfile.gettempdir())
+    return found if len(os.fsencode(found)) <= _LONGEST else Path("/tmp")
+
+
 def make_folder() -> tuple[Path, int]:
     """A folder for one job, which only this user may enter, and the lock on it; forked processes hold it too."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary()))
     os.chmod(folder, 0o700)
     return folder, _locked(folder)
 
@@ -73,7 +80,7 @@ def _locked(folder: Path) -> int:
 
 def sweep() -> None:
     """Remove folders of this user's jobs of which no process lives, as after a SIGKILL of all."""
-    places = (Path(tempfile.gettempdir()), IN_MEMORY)
+    places = (temporary(), IN_MEMORY)
     for lock in [lock for place in places for lock in place.glob(f"{PREFIX}*/{_LOCK}")]:
         with suppress(OSError):
             if lock.stat().st_uid != os.getuid():
