@@ -109,7 +109,7 @@ def few_steps(page: Path) -> list[tuple[Snippet, str]]:
 def test_the_first_script_of_the_readme_runs_as_it_stands(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(of("python")[0].text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "bubble" in done.stdout.splitlines()[-1]
@@ -154,7 +154,7 @@ def run_of(said: dict[str, Any]) -> dict[str, Any]:
 def test_the_file_of_the_readme_runs_as_it_stands(tmp_path):
     (tmp_path / "run.yaml").write_text(of("yaml")[0].text)
     command = [sys.executable, "-m", *["lightning_parallel", "fit", "--config", "run.yaml"]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 

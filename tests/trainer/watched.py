@@ -30,7 +30,7 @@ class WatchedStrategy(DDPStrategy):
 
     def __init__(self, start_method: str = "fork", agrees: bool = False) -> None:
         super().__init__(start_method=start_method)  # type: ignore[arg-type]
-        self.start_method, self.agrees = start_method, agrees
+        self.start_method, self.agrees, self.patience = start_method, agrees, None
         self.watch: Watch | None = None
         self.restore_sigterm = Restore()
 

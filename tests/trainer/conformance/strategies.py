@@ -181,11 +181,12 @@ DEEPSPEED: dict[str, Any] = {
         "clipping_without_lightning": "reads a gradient that DeepSpeed holds for itself.",
     },
     # 64 bits, gradients that hooks read, change or keep over steps, groups that are added, and layers that are frozen
-    # as training goes: test_zero_deepspeed.py.
+    # as training goes: test_zero_deepspeed.py. Its sums over ranks come in another order, and 32 bits show that where
+    # norms are of batches: 4.4e-6 in a momentum, of which 2e-6 are allowed.
     "without": [
         "double_precision", "clipped_by_value", "clipping_of_ones_own", "gradients_changed_in_hooks",
         "zero_grad_of_ones_own", "finetuning", "backbone_finetuning", "frozen_layers",
-        "batch_norm_in_double_precision",
+        "batch_norm", "batch_norm_in_double_precision",
     ],
     "label": " by DeepSpeed",
 }  # fmt: skip
@@ -212,7 +213,13 @@ COPIES: dict[str, Any] = {
 # Every copy gets all rows, and the states of each stage are divided between two copies.
 MESH: dict[str, Any] = {
     **PIPELINE,
-    "options": {**PIPELINE["options"], "pipeline_parallel_size": 2, "zero_stage": 2, "bucket_mb": 1e-4},
+    "options": {
+        **PIPELINE["options"],
+        "pipeline_parallel_size": 2,
+        "zero_stage": 2,
+        "bucket_mb": 1e-4,
+        "master_weights": False,
+    },
     "trainer": {"use_distributed_sampler": False},
     "refuses": {
         **{name: text.replace("PipelineStrategy", "HybridStrategy") for name, text in PIPELINE["refuses"].items()},
