@@ -52,7 +52,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile=others
 
 test-gpu: $(STAMP)
-	TEST_GPUS=1 $(BIN)/python -m pytest -q -p no:xdist tests/gpu tests/unit/test_staging.py
+	TEST_GPUS=1 $(BIN)/python -m pytest -q -p no:xdist tests/gpu tests/unit/parameter_server/test_staging.py
 
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS) --jobs $(JOBS)

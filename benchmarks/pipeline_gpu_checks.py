@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lightning_parallel.callbacks import BubbleMonitor, TimelineExporter
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.errors import StageError
-from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.runtime.engine import Engine
 from lightning_parallel.strategies import PipelineStrategy
 
 MODEL = {

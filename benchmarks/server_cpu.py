@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from server_peers import Trip, gloo, memcpy, pyzmq, raw, state_machines
 
-from lightning_parallel.server import AddDelta, Asynchronous, Layout, Rules
-from lightning_parallel.server.launcher import launch
-from lightning_parallel.server.transport.memory import keep_freed_memory
+from lightning_parallel.parameter_server import AddDelta, Asynchronous, Layout, Rules
+from lightning_parallel.parameter_server.launcher import launch
+from lightning_parallel.parameter_server.transport.memory import keep_freed_memory
 
 _fork = multiprocessing.get_context("fork")
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from lightning_parallel.server import AddDelta, Asynchronous, Client, Layout, Manager, Rules, Server, wire
-from lightning_parallel.server.messages import Message
-from lightning_parallel.server.transport.frames import cut, view_bytes, whole
+from lightning_parallel.parameter_server import AddDelta, Asynchronous, Client, Layout, Manager, Rules, Server, wire
+from lightning_parallel.parameter_server.messages import Message
+from lightning_parallel.parameter_server.transport.frames import cut, view_bytes, whole
 
 _fork = multiprocessing.get_context("fork")
 Trip = Callable[[], None]

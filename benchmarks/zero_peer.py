@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.zero.deepspeed_setup import connect_deepspeed, import_deepspeed
+from lightning_parallel.zero.deepspeed.setup import connect_deepspeed, import_deepspeed
 
 
 class DeepSpeedPeer:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from lightning_parallel.checkpoint import load_weights
     from lightning_parallel.errors import StageError
+    from lightning_parallel.parameter_server.trainer.staleness_metric import Staleness
     from lightning_parallel.pipeline.schedule import Action, Schedule
     from lightning_parallel.pipeline.schedules import make as make_schedule
     from lightning_parallel.pipeline.simulator import Costs, Timeline, simulate
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
         ZeROStrategy,
     )
-    from lightning_parallel.trainer.staleness_metric import Staleness
 
 __version__ = "0.1.0.dev0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "PipelineStrategy": "strategies",
     "Schedule": "pipeline.schedule",
     "StageError": "errors",
-    "Staleness": "trainer.staleness_metric",
+    "Staleness": "parameter_server.trainer.staleness_metric",
     "StalenessMonitor": "callbacks",
     "TensorParallelStrategy": "strategies",
     "Timeline": "pipeline.simulator",

@@ -10,7 +10,7 @@ make the keys of the messages that follow: one that was changed, repeated, left 
                <------------------ HMAC(key, "listens", ...)
 
 The key is made for one purpose of one run (`Secret.key`), so that proofs of others are none. Left out: encryption
-(``server/transport/sealed.py`` has it); who listens (``strangers.py``).
+(``parameter_server/transport/sealed.py`` has it); who listens (``strangers.py``).
 
 Source:
     ISO/IEC 9798-4 (mutual authentication by a MAC, three passes); RFC 2104 (HMAC).

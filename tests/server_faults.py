@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from lightning_parallel.server import (
+from lightning_parallel.parameter_server import (
     BSP,
     ESSP,
     SSP,
@@ -26,9 +26,9 @@ from lightning_parallel.server import (
     Server,
     staleness_bound,
 )
-from lightning_parallel.server.filters import Filters, SignificantlyModified
-from lightning_parallel.server.replica import Replica
-from lightning_parallel.server.transport.virtual import VirtualNetwork
+from lightning_parallel.parameter_server.filters import Filters, SignificantlyModified
+from lightning_parallel.parameter_server.server.replica import Replica
+from lightning_parallel.parameter_server.transport.virtual import VirtualNetwork
 from tests.server_watch import Watch, WatchedReplica, watched
 from tests.server_world import Read, World, WorldWorker, random_network
 

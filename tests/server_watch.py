@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from operator import is_
 
-from lightning_parallel.server import Server
-from lightning_parallel.server.messages import Copy, Entry
-from lightning_parallel.server.replica import Replica
+from lightning_parallel.parameter_server import Server
+from lightning_parallel.parameter_server.messages import Copy, Entry
+from lightning_parallel.parameter_server.server.replica import Replica
 
 
 class Watch:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from lightning_parallel.server import AddDelta, Client, Layout, Manager, Result, Rules, Server
-from lightning_parallel.server.messages import Message
-from lightning_parallel.server.roster import Roster
-from lightning_parallel.server.transport.board import Board, Boards
-from lightning_parallel.server.transport.virtual import VirtualNetwork
+from lightning_parallel.parameter_server import AddDelta, Client, Layout, Manager, Result, Rules, Server
+from lightning_parallel.parameter_server.manager.roster import Roster
+from lightning_parallel.parameter_server.messages import Message
+from lightning_parallel.parameter_server.transport.board import Board, Boards
+from lightning_parallel.parameter_server.transport.virtual import VirtualNetwork
 
 
 @dataclass

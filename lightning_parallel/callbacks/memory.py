@@ -14,7 +14,7 @@ from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, r
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
 from lightning_parallel.measure.memory_reading import MemoryReading, Promise, StatesPromise
-from lightning_parallel.zero.promise import ModelStates
+from lightning_parallel.zero.expected_bytes import ModelStates
 
 
 class MemoryMonitor(Callback):

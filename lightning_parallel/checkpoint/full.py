@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.parallel.uncut import Uncut
-from lightning_parallel.pipeline.parameters import ParameterTable
+from lightning_parallel.pipeline.parameters.table import ParameterTable
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
-from lightning_parallel.zero.guarded_state import GuardedOptimizer, exposed, give_back, held_state
-from lightning_parallel.zero.state import numbered_groups
+from lightning_parallel.zero.optimizer.guarded_state import GuardedOptimizer, exposed, give_back, held_state
+from lightning_parallel.zero.optimizer.state import numbered_groups
 
 Gather = Callable[[Any], Sequence[Any] | None]
 _WORDS = (

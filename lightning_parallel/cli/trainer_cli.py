@@ -21,10 +21,10 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel import callbacks, demo, strategies
 from lightning_parallel.cli.warnings import ignore_third_party_warnings
-from lightning_parallel.server import filters
-from lightning_parallel.server.consistency import Consistency
-from lightning_parallel.server.filters import Precision, Selector
-from lightning_parallel.server.updates import Update
+from lightning_parallel.parameter_server import filters
+from lightning_parallel.parameter_server.consistency import Consistency
+from lightning_parallel.parameter_server.filters import Precision, Selector
+from lightning_parallel.parameter_server.updates import Update
 
 
 class StrategyName(str):

@@ -2,7 +2,7 @@
 
 The one idea: whatever comes is checked, value by value, and what is no message is a `Malformed`, so that whoever sends
 it moves nothing here. An exception is pickled where both ends have proven that they know the secret of the run, and is
-told in words elsewhere. Left out: connections (``wire.py``).
+told in words elsewhere. Left out: connections (``framed_socket.py``).
 """
 
 from __future__ import annotations

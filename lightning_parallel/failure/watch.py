@@ -1,9 +1,9 @@
 """Nothing hangs: a failure on any rank ends every rank, with the first failure as the reason all of them give.
 
 The one idea: one thread a process on a connection of its own, since the main thread may be inside a receive that will
-never end. A rank reports its exception; a rank that ended, fell silent, or waits in a circle is found (``roll.py``).
-Then each main thread has a grace to end by itself, then its connections are closed under it, then the process ends
-(``ending.py``).
+never end. A rank reports its exception; a rank that ended, fell silent, or waits in a circle is found
+(``heartbeats.py``). Then each main thread has a grace to end by itself, then its connections are closed under it, then
+the process ends (``ending.py``).
 
     main thread      F3 -- recv ......................... RuntimeError -> cause() -> the failure
     watch's thread   beat -- beat -- (1) failure known -- (2) grace_s: close connections -- (3) exit_s: os._exit(1)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from lightning_parallel.errors import Failure, RemoteError, describe
 from lightning_parallel.failure.aborts import Connections
 from lightning_parallel.failure.ending import Ending
+from lightning_parallel.failure.heartbeat_endpoint import ENDED, Party, lost, not_heard_of
+from lightning_parallel.failure.heartbeats import Hub, Spoke
 from lightning_parallel.failure.last_batch import LastBatch
+from lightning_parallel.failure.main_thread import Pulse
 from lightning_parallel.failure.messages import Status
-from lightning_parallel.failure.party import ENDED, Party, lost, not_heard_of
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import this_process
-from lightning_parallel.failure.pulse import Pulse
-from lightning_parallel.failure.roll import Hub, Spoke
 from lightning_parallel.secret import Secret
 
 _HINT_S = 0.5  # how long the launcher is given to say by which signal a process ended

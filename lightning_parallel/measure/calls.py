@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.channel import Channel
+from lightning_parallel.pipeline.transport.channel import Channel
 
 _NAMES = {
     "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "reduce": "reduce",

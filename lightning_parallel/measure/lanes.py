@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_parallel.measure.calls import Call, listen, stop
-from lightning_parallel.pipeline.channel import Channel
+from lightning_parallel.pipeline.transport.channel import Channel
 
 TRANSFERS = ("send", "recv")
 

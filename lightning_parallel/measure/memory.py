@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.storages import Key, count_bytes, tensors_in
-from lightning_parallel.pipeline import microbatch
-from lightning_parallel.zero.guarded_state import held_state
+from lightning_parallel.pipeline.batch import microbatch
+from lightning_parallel.zero.optimizer.guarded_state import held_state
 
 CATEGORIES = ("parameters", "buffers", "optimizer", "gradients", "activations", "other")
 Bytes = Mapping[str, int]

@@ -2,7 +2,7 @@
 
 The one idea: whoever reads weights of one version and writes an update that is applied to another, a worker of a
 parameter server or a stage of an asynchronous pipeline, is told by an ``Access``: two version numbers, a gap of clocks,
-seconds and bytes. All else is counting. Left out: who measures (``trainer/versions.py``), pictures.
+seconds and bytes. All else is counting. Left out: who measures (``parameter_server/trainer/versions.py``), pictures.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_parallel.parallel.attention_extras import SINKS
 from lightning_parallel.parallel.auto import Style
-from lightning_parallel.parallel.beside import SINKS
 from lightning_parallel.parallel.experts import GATES_BIAS, layout_of
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.styles import is_conv1d

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.parallel.attention import refuse_attention
+from lightning_parallel.parallel.attention_extras import joint_norms, sinks
 from lightning_parallel.parallel.auto import Style, find_plan
-from lightning_parallel.parallel.beside import joint_norms, sinks
 from lightning_parallel.parallel.experts import layout_of
 from lightning_parallel.parallel.heads import head_features
 from lightning_parallel.parallel.styles import features_of, is_conv1d

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.operators import copy_to_ranks
 from lightning_parallel.parallel.overlap import Coming, OverlappedProduct
-from lightning_parallel.pipeline.random_streams import mix
+from lightning_parallel.pipeline.stage.random_streams import mix
 
 
 class Region:

@@ -28,9 +28,9 @@ from lightning_parallel.parallel.sequence import add_sequence_styles, lies_in, r
 from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.parallel.widths import own_widths
-from lightning_parallel.pipeline.buckets import buckets, views
+from lightning_parallel.pipeline.gradients.buckets import buckets, views
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
-from lightning_parallel.zero.closed import lose
+from lightning_parallel.zero.closed_parameters import lose
 
 _CLASSES = {**STYLES, "heads": Heads, "experts": Experts}
 

@@ -30,11 +30,11 @@ from lightning_parallel.mesh import build_mesh, connect, disconnect, open_groups
 from lightning_parallel.secret import SECRET, Secret
 from lightning_parallel.strategies.arguments import refuse_lazy
 from lightning_parallel.strategies.saving import SavesAfterFailure
-from lightning_parallel.trainer.checkpoint_io import AtomicCheckpointIO, given, leave_weights
-from lightning_parallel.trainer.failures import report_exception, trainer_of
-from lightning_parallel.trainer.holders import states_of_holders
+from lightning_parallel.trainer.failure.reports import report_exception, trainer_of
+from lightning_parallel.trainer.failure.sigterm import Restore, replace_sigterm_broadcast
 from lightning_parallel.trainer.shown_values import read_when_shown
-from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
+from lightning_parallel.trainer.state.checkpoint_io import AtomicCheckpointIO, given, leave_weights
+from lightning_parallel.trainer.state.weight_callbacks import states_of_holders
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -121,7 +121,7 @@ class MeshStrategy(SavesAfterFailure):
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        from lightning_parallel.trainer.launchers import make_launcher
+        from lightning_parallel.trainer.launch.launchers import make_launcher
 
         self._launcher = make_launcher(self)
 

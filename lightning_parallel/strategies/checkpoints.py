@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_parallel.checkpoint.sharded import save_sharded
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.base import MeshStrategy
-from lightning_parallel.trainer.checkpoint_io import leave_weights
+from lightning_parallel.trainer.state.checkpoint_io import leave_weights
 
 
 class FileOrFolder(MeshStrategy):

@@ -10,10 +10,10 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch import microbatch
 from lightning_parallel.strategies.hybrid_checkpoints import DividedCheckpoints
-from lightning_parallel.zero.closed import only_shapes
-from lightning_parallel.zero.stage_states import StageStates
+from lightning_parallel.zero.closed_parameters import only_shapes
+from lightning_parallel.zero.native.stage_states import StageStates
 
 
 class GatheredSteps(DividedCheckpoints):

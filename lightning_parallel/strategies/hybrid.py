@@ -19,15 +19,15 @@ from lightning_parallel.degrees import AXES, Degrees, table
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.plan import Plan, is_plan
 from lightning_parallel.parallel.tensor_parallel import TensorParallel
-from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.early_sums import Round, last_action
+from lightning_parallel.pipeline.gradients.early_sums import Round, last_action
+from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import refuse_arguments
 from lightning_parallel.strategies.hybrid_states import DividedPipeline, Gather
-from lightning_parallel.trainer.summaries import count_whole
+from lightning_parallel.trainer.state.summaries import count_whole
 from lightning_parallel.zero.activation_checkpoints import ShardedInputs
 from lightning_parallel.zero.collectives import Traffic
-from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.zero.optimizer.elementwise import refuse_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.full import States, own_state_dict
 from lightning_parallel.strategies.pipeline import PipelineStrategy
-from lightning_parallel.zero.gradient import ShardedValues
-from lightning_parallel.zero.native import MASTERS
-from lightning_parallel.zero.stage_states import StageStates, joined
-from lightning_parallel.zero.state import Piece, whole_on_owners
+from lightning_parallel.zero.native.engine import MASTERS
+from lightning_parallel.zero.native.stage_states import StageStates, joined
+from lightning_parallel.zero.optimizer.state import Piece, whole_on_owners
+from lightning_parallel.zero.sharded_gradient import ShardedValues
 
 
 class DividedCheckpoints(PipelineStrategy):

@@ -1,8 +1,8 @@
 """The steps of a pipeline whose copies along the data axis divide states as ZeRO's stages 1, 2 and 3 say.
 
 The one idea: a pipeline's step stays what it is; where it averages gradients over the copies of the model they are
-reduced to parts, and in stage 3 parameters are made whole around it. Left out: how (``zero/stage_states.py``), and what
-is saved (``hybrid_checkpoints.py``).
+reduced to parts, and in stage 3 parameters are made whole around it. Left out: how (``zero/native/stage_states.py``),
+and what is saved (``hybrid_checkpoints.py``).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.assembly import Pipeline
-from lightning_parallel.pipeline.early_sums import Round
-from lightning_parallel.pipeline.memoryless import without_memory
+from lightning_parallel.pipeline.gradients.early_sums import Round
+from lightning_parallel.pipeline.parameters.deferred_init import without_memory
+from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.arguments import is_positive, refuse_arguments
 from lightning_parallel.strategies.gathered_steps import GatheredSteps
-from lightning_parallel.trainer.failures import trainer_of
-from lightning_parallel.trainer.holders import before_evaluations_end, let_evaluations_end, model_copies
+from lightning_parallel.trainer.failure.reports import trainer_of
 from lightning_parallel.trainer.refusals import refuse_saving_pretrained
-from lightning_parallel.zero.elementwise import refuse_optimizer
-from lightning_parallel.zero.gathered import GatheredBucket
-from lightning_parallel.zero.late_reads import LateReads
-from lightning_parallel.zero.partition import Options
-from lightning_parallel.zero.promise import ModelStates, undivided
-from lightning_parallel.zero.stage_states import StageStates
+from lightning_parallel.trainer.state.weight_callbacks import before_evaluations_end, let_evaluations_end, model_copies
+from lightning_parallel.zero.expected_bytes import ModelStates, undivided
+from lightning_parallel.zero.gather.late_reads import LateReads
+from lightning_parallel.zero.native.gathered_bucket import GatheredBucket
+from lightning_parallel.zero.native.partition import Options
+from lightning_parallel.zero.native.stage_states import StageStates
+from lightning_parallel.zero.optimizer.elementwise import refuse_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

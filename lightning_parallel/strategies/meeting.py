@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import Line, first_of
+from lightning_parallel.parameter_server.trainer.shared_values import combined
 from lightning_parallel.strategies.base import MeshStrategy
-from lightning_parallel.trainer.line import Line, first_of
-from lightning_parallel.trainer.shared_values import combined
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

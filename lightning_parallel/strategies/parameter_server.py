@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightning_parallel.server.consistency import Consistency, Sandblaster
-from lightning_parallel.server.filters import Precision, Selector
-from lightning_parallel.server.names import rule_of
-from lightning_parallel.server.transport.pyzmq import refuse_missing
-from lightning_parallel.server.updates import Update
+from lightning_parallel.parameter_server.consistency import Consistency, Sandblaster
+from lightning_parallel.parameter_server.consistency_names import rule_of
+from lightning_parallel.parameter_server.filters import Precision, Selector
+from lightning_parallel.parameter_server.trainer.server_plan import Wishes
+from lightning_parallel.parameter_server.transport.pyzmq import refuse_missing
+from lightning_parallel.parameter_server.updates import Update
 from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.server_states import ServerStates
-from lightning_parallel.trainer.server_plan import Wishes
 
-_FILTER_WORDS = "a list of selectors and number formats of lightning_parallel.server.filters, such as [TopK(0.1)]"
+_FILTER_WORDS = (
+    "a list of selectors and number formats of lightning_parallel.parameter_server.filters, such as [TopK(0.1)]"
+)
 
 
 class ParameterServerStrategy(ServerStates):
@@ -35,15 +37,16 @@ class ParameterServerStrategy(ServerStates):
             ahead of the slowest; "essp": the same, and servers send weights unasked; "bounded_delay": the same, and a
             read does not wait for the worker's own pushes. "async" and "downpour": nobody waits. "sandblaster": servers
             make the steps of `torch.optim.LBFGS`, of all workers' rows. Or a rule of
-            `lightning_parallel.server.consistency`.
-        staleness: see `lightning_parallel.server.names.rule_of`.
+            `lightning_parallel.parameter_server.consistency`.
+        staleness: see `lightning_parallel.parameter_server.consistency_names.rule_of`.
         num_servers: server processes; of several hosts, server i is on host i mod ``server_nodes``.
         replication: servers that hold a piece of the weights, on different hosts as long as there are any; one less may
             die at a time.
         update: "server"; "worker": each worker runs the optimizer itself, whichever it is, and servers add what it
-            changed, divided by the number of workers; or an update of `lightning_parallel.server.updates`, with its own
-            learning rate.
-        filters: what pushes go through: selectors and at most one number format of `lightning_parallel.server.filters`.
+            changed, divided by the number of workers; or an update of `lightning_parallel.parameter_server.updates`,
+            with its own learning rate.
+        filters: what pushes go through: selectors and at most one number format of
+            `lightning_parallel.parameter_server.filters`.
         n_push: "async" and "downpour": steps whose gradients are added up for one push.
         n_fetch: "async" and "downpour": steps from read to read; in between a worker follows its own gradients.
         scale: "mean" divides pushes by the number of workers, "sum" does not.
@@ -94,7 +97,7 @@ class ParameterServerStrategy(ServerStates):
         refuse_arguments(
             self,
             staleness=(staleness, staleness is None or is_count(staleness, 0), "a count, 0 or more"),
-            update=(update, right, '"server", "worker" or an update of lightning_parallel.server.updates'),
+            update=(update, right, '"server", "worker" or an update of lightning_parallel.parameter_server.updates'),
             scale=(scale, scale in ("mean", "sum"), '"mean" or "sum"'),
             server_nodes=(server_nodes, server_nodes is None or is_count(server_nodes, 1), "a count, 1 or more"),
             restarts=(restarts, is_count(restarts, 0), "a count, 0 or more"),
@@ -122,8 +125,8 @@ class ParameterServerStrategy(ServerStates):
         self.restarts, self.island_size, self.server_nodes = restarts, island_size, server_nodes
 
     def _configure_launcher(self) -> None:
-        from lightning_parallel.trainer.past_runs import RunsLauncher
-        from lightning_parallel.trainer.worker_launcher import WorkerLauncher
+        from lightning_parallel.parameter_server.trainer.coordination.past_runs import RunsLauncher
+        from lightning_parallel.parameter_server.trainer.coordination.worker_launcher import WorkerLauncher
 
         environment = self.cluster_environment
         externally = environment is not None and environment.creates_processes_externally

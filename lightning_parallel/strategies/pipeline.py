@@ -21,30 +21,30 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_parallel.checkpoint.full import PrunedOptimizer
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.parallel.batch_statistics import AddUp
-from lightning_parallel.pipeline.batch_fields import BatchFields, FieldKind, FieldMemory
-from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.cut import Recompute
-from lightning_parallel.pipeline.memoryless import without_memory
-from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.random_streams import share_generators
+from lightning_parallel.pipeline.batch.fields import BatchFields, FieldKind, FieldMemory
+from lightning_parallel.pipeline.batch_norm.microbatch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.batch_norm.whole_batch_norm import WholeBatchNorm
+from lightning_parallel.pipeline.parameters.deferred_init import without_memory
+from lightning_parallel.pipeline.partition.layout import Partition
+from lightning_parallel.pipeline.runtime.stats import PipelineStats
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.stats import PipelineStats
-from lightning_parallel.pipeline.whole_batch_norm import WholeBatchNorm
+from lightning_parallel.pipeline.stage.cut import Recompute
+from lightning_parallel.pipeline.stage.random_streams import share_generators
 from lightning_parallel.strategies.arguments import read_schedule
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.pipeline_arguments import LossWeight, refuse_pipeline_arguments
 from lightning_parallel.strategies.pipeline_building import PipelineBuilding
-from lightning_parallel.trainer.directions import Directions
-from lightning_parallel.trainer.failures import trainer_of
-from lightning_parallel.trainer.holders import cut_copies, refuse_sharded
-from lightning_parallel.trainer.late_restore import LateRestore
-from lightning_parallel.trainer.log_spreader import LogSpreader
-from lightning_parallel.trainer.loss_scale import LossScale
-from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
-from lightning_parallel.trainer.prediction_writers import hold_writers, let_writers_go
+from lightning_parallel.trainer.failure.reports import trainer_of
+from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
 from lightning_parallel.trainer.refusals import refuse_optimizers, refuse_saving_pretrained, refuse_unsupported
-from lightning_parallel.trainer.repeats import Repeats
+from lightning_parallel.trainer.state.late_restore import LateRestore
+from lightning_parallel.trainer.state.optimizer_states import share_methods, states_to_device
+from lightning_parallel.trainer.state.prediction_writers import hold_writers, let_writers_go
+from lightning_parallel.trainer.state.weight_callbacks import cut_copies, refuse_sharded
+from lightning_parallel.trainer.step.log_spreader import LogSpreader
+from lightning_parallel.trainer.step.loss_scale import LossScale
+from lightning_parallel.trainer.step.repeated_calls import Repeats
+from lightning_parallel.trainer.step.two_directions import Directions
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

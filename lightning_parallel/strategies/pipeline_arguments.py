@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
 
-from lightning_parallel.pipeline.batch_fields import KINDS
-from lightning_parallel.pipeline.cut import Recompute
-from lightning_parallel.pipeline.partition import PARTITIONS
+from lightning_parallel.pipeline.batch.fields import KINDS
+from lightning_parallel.pipeline.partition.layout import PARTITIONS
 from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.stage.cut import Recompute
 from lightning_parallel.strategies.arguments import all_are, are_counts, is_count, is_positive, refuse_arguments
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_parallel.mesh import grid
-from lightning_parallel.pipeline.assembly import Pipeline, rows_by_rank
-from lightning_parallel.pipeline.cut import Recompute
-from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partition.layout import Partition
+from lightning_parallel.pipeline.runtime.assembly import Pipeline, rows_by_rank
 from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.stage.cut import Recompute
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 
 

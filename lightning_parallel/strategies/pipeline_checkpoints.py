@@ -26,12 +26,12 @@ from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.checkpoint.slices import Slice
 from lightning_parallel.parallel.shares import Shares
 from lightning_parallel.parallel.uncut import Uncut
-from lightning_parallel.pipeline.assembly import Pipeline
+from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
-from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
-from lightning_parallel.trainer.holders import catch_up, tell_whole_groups
-from lightning_parallel.trainer.optimizer_states import states_to_device
-from lightning_parallel.zero.guarded_state import exposed, held_state
+from lightning_parallel.trainer.state.checkpoint_io import as_lightning_reads
+from lightning_parallel.trainer.state.optimizer_states import states_to_device
+from lightning_parallel.trainer.state.weight_callbacks import catch_up, tell_whole_groups
+from lightning_parallel.zero.optimizer.guarded_state import exposed, held_state
 
 
 class PipelineCheckpoints(FileOrFolder):

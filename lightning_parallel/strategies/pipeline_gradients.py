@@ -16,12 +16,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.pipeline.early_sums import Round
-from lightning_parallel.pipeline.parameters import total_norm
+from lightning_parallel.pipeline.gradients.early_sums import Round
+from lightning_parallel.pipeline.parameters.table import total_norm
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
-from lightning_parallel.zero.gradient import add_to_reduce, local_part
-from lightning_parallel.zero.windows import Windows
+from lightning_parallel.zero.gather.parameter_gather import Windows
+from lightning_parallel.zero.sharded_gradient import add_to_reduce, local_part
 
 
 class PipelineGradients(PipelineSchedules):

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.mesh import grid
 from lightning_parallel.pipeline import schedules
-from lightning_parallel.pipeline.assembly import rows_by_rank
-from lightning_parallel.pipeline.auto import Wanted, choose_together
-from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partition.layout import Partition
+from lightning_parallel.pipeline.planning.auto import Wanted, choose_together
+from lightning_parallel.pipeline.runtime.assembly import rows_by_rank
+from lightning_parallel.pipeline.runtime.engine import Engine
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules.spec import options_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices

@@ -15,29 +15,29 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.batch_fields import BatchFields, FieldMemory, named_leaves
-from lightning_parallel.pipeline.batch_norm import DeferredBatchNorm
-from lightning_parallel.pipeline.joined_seat import Joined
-from lightning_parallel.pipeline.leftovers import Attributes
+from lightning_parallel.pipeline.batch import microbatch
+from lightning_parallel.pipeline.batch.fields import BatchFields, FieldMemory, named_leaves
+from lightning_parallel.pipeline.batch_norm.microbatch_norm import DeferredBatchNorm
+from lightning_parallel.pipeline.batch_norm.whole_batch_norm import WholeBatchNorm
+from lightning_parallel.pipeline.parameters.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
-from lightning_parallel.pipeline.replica_check import buffers_unchanged
+from lightning_parallel.pipeline.runtime.joined_executor import Joined
+from lightning_parallel.pipeline.runtime.stats import PipelineStats
+from lightning_parallel.pipeline.runtime.turns import Swap
+from lightning_parallel.pipeline.runtime.work import Marks
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.stats import PipelineStats
-from lightning_parallel.pipeline.turns import Swap
-from lightning_parallel.pipeline.whole_batch_norm import WholeBatchNorm
-from lightning_parallel.pipeline.work import Marks
+from lightning_parallel.pipeline.stage.side_effects import Attributes
 from lightning_parallel.strategies.pipeline_arguments import LossWeight
 from lightning_parallel.strategies.pipeline_gradients import PipelineGradients
-from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
-from lightning_parallel.trainer.directions import Directions
-from lightning_parallel.trainer.log_spreader import LogSpreader, StepIsVoid
-from lightning_parallel.trainer.loss_scale import LossScale
-from lightning_parallel.trainer.metrics import StepMetrics
-from lightning_parallel.trainer.repeats import Repeats
-from lightning_parallel.trainer.step import TrainerStep
-from lightning_parallel.zero.closed import part_of
+from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
+from lightning_parallel.trainer.step.log_spreader import LogSpreader, StepIsVoid
+from lightning_parallel.trainer.step.loss_scale import LossScale
+from lightning_parallel.trainer.step.parameter_writes import fingerprint, refuse_written
+from lightning_parallel.trainer.step.repeated_calls import Repeats
+from lightning_parallel.trainer.step.trainer_step import TrainerStep
+from lightning_parallel.trainer.step.two_directions import Directions
+from lightning_parallel.zero.closed_parameters import part_of
 
 
 class PipelineSteps(PipelineGradients):

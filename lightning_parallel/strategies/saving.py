@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.mesh import connect, disconnect, open_groups
 from lightning_parallel.strategies.axes import MeshAxes
-from lightning_parallel.trainer.last_words import LastWords
+from lightning_parallel.trainer.failure.exception_hooks import LastWords
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

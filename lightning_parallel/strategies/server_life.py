@@ -18,31 +18,28 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_parallel.server.consistency import Sandblaster
-from lightning_parallel.server.island import Island
-from lightning_parallel.server.job import Job
-from lightning_parallel.server.names import gap_bound
-from lightning_parallel.server.transport.session import Session
+from lightning_parallel.parameter_server.consistency import Sandblaster
+from lightning_parallel.parameter_server.consistency_names import gap_bound
+from lightning_parallel.parameter_server.job import Job
+from lightning_parallel.parameter_server.trainer.coordination.hosts import watch
+from lightning_parallel.parameter_server.trainer.coordination.new_worker import load_state, state_of
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import SERVE
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import JOIN, first_of
+from lightning_parallel.parameter_server.trainer.filter_residuals import take_up
+from lightning_parallel.parameter_server.trainer.rows.dealt_rows import DealtRows
+from lightning_parallel.parameter_server.trainer.rows.evaluation_rows import EvaluationRows
+from lightning_parallel.parameter_server.trainer.rows.prediction_rows import PredictionRows
+from lightning_parallel.parameter_server.trainer.sandblaster.batch_worker import BatchWorker, refuse_steps
+from lightning_parallel.parameter_server.trainer.server_plan import Plan
+from lightning_parallel.parameter_server.trainer.shared_values import Gather, connect_metrics
+from lightning_parallel.parameter_server.trainer.versions import Versions
+from lightning_parallel.parameter_server.trainer.worker import ServerWorker
+from lightning_parallel.parameter_server.transport.session import Session
+from lightning_parallel.parameter_server.worker.island import Island
 from lightning_parallel.strategies.server_runs import ServerRuns
-from lightning_parallel.trainer.batch_worker import BatchWorker, refuse_steps
-from lightning_parallel.trainer.dealt_rows import DealtRows
-from lightning_parallel.trainer.evaluation_rows import EvaluationRows
-from lightning_parallel.trainer.hosts import watch
-from lightning_parallel.trainer.hub import SERVE
-from lightning_parallel.trainer.left_behind import take_up
-from lightning_parallel.trainer.line import JOIN, first_of
-from lightning_parallel.trainer.new_worker import load_state, state_of
-from lightning_parallel.trainer.prediction_rows import PredictionRows
 from lightning_parallel.trainer.refusals import refuse_synchronised_norms
-from lightning_parallel.trainer.server_plan import Plan
-from lightning_parallel.trainer.server_worker import ServerWorker
-from lightning_parallel.trainer.shared_values import (
-    Gather,
-    connect_metrics,
-)
 from lightning_parallel.trainer.shown_values import read_when_shown
-from lightning_parallel.trainer.versions import Versions
-from lightning_parallel.zero.guarded_state import GuardedState, held_state
+from lightning_parallel.zero.optimizer.guarded_state import GuardedState, held_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

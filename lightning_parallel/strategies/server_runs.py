@@ -6,12 +6,12 @@ started again may come to one that is over. Left out: what a run is (``server_li
 
 from __future__ import annotations
 
+from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalHub, RunIsOver
+from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
+from lightning_parallel.parameter_server.trainer.coordination.later_runs import LaterRuns
+from lightning_parallel.parameter_server.trainer.coordination.remote_servers import Placement, start_servers
+from lightning_parallel.parameter_server.trainer.server_plan import Wishes
 from lightning_parallel.strategies.meeting import MeetingStrategy
-from lightning_parallel.trainer.external_hub import ExternalHub, RunIsOver
-from lightning_parallel.trainer.far_servers import Placement, start_servers
-from lightning_parallel.trainer.hosts import Hosts
-from lightning_parallel.trainer.later_runs import LaterRuns
-from lightning_parallel.trainer.server_plan import Wishes
 
 _LATER_S = 120.0  # how long a worker that comes late waits for the next run
 _runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.server.from_torch import optimizer_state
+from lightning_parallel.parameter_server.from_torch import optimizer_state
+from lightning_parallel.parameter_server.trainer.filter_residuals import KEY, left_behind
+from lightning_parallel.parameter_server.trainer.sandblaster.batch_worker import BatchWorker
 from lightning_parallel.strategies.checkpoints import unwrapped
 from lightning_parallel.strategies.server_steps import ServerSteps
-from lightning_parallel.trainer.batch_worker import BatchWorker
-from lightning_parallel.trainer.left_behind import KEY, left_behind
-from lightning_parallel.zero.guarded_state import exposed
+from lightning_parallel.zero.optimizer.guarded_state import exposed
 
 
 class ServerStates(ServerSteps):

@@ -15,13 +15,10 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.parameter_server.trainer.sandblaster.batch_worker import BatchWorker
+from lightning_parallel.parameter_server.trainer.shared_values import average_into, running_statistics
+from lightning_parallel.parameter_server.transport.session import LeaseLostError
 from lightning_parallel.strategies.server_life import ServerLife
-from lightning_parallel.trainer.batch_worker import BatchWorker
-from lightning_parallel.trainer.shared_values import (
-    average_into,
-    running_statistics,
-)
 
 
 class ServerSteps(ServerLife):

@@ -25,17 +25,17 @@ from lightning_parallel.strategies.zero_checkpoints import AnyEngine
 from lightning_parallel.strategies.zero_deepspeed import make_engine, refuse_clipping_by_value, scale_by_engine
 from lightning_parallel.strategies.zero_division import ZeRODivision
 from lightning_parallel.trainer.norm_sync import apply_sync
-from lightning_parallel.trainer.optimizer_states import share_methods, states_to_device
 from lightning_parallel.trainer.refusals import refuse_no_memory, refuse_saving_pretrained, refuse_scripts
+from lightning_parallel.trainer.state.optimizer_states import share_methods, states_to_device
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints
 from lightning_parallel.zero.allocator import ask_for_expandable_segments
 from lightning_parallel.zero.compiled_names import clean_state_dicts
-from lightning_parallel.zero.elementwise import refuse_optimizer
-from lightning_parallel.zero.full_shards import ShardedEngine, refuse_on_shards
-from lightning_parallel.zero.native import NativeEngine
-from lightning_parallel.zero.partition import Partition
-from lightning_parallel.zero.promise import ModelStates
-from lightning_parallel.zero.sharding import Prefetch
+from lightning_parallel.zero.expected_bytes import ModelStates
+from lightning_parallel.zero.fsdp2.engine import ShardedEngine, refuse_on_shards
+from lightning_parallel.zero.fsdp2.sharding import Prefetch
+from lightning_parallel.zero.native.engine import NativeEngine
+from lightning_parallel.zero.native.partition import Partition
+from lightning_parallel.zero.optimizer.elementwise import refuse_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -9,8 +9,8 @@ from math import isfinite
 from typing import Any, Literal, get_args
 
 from lightning_parallel.strategies.arguments import all_are, is_count, is_positive, refuse_arguments
-from lightning_parallel.zero.deepspeed_setup import refuse_missing
-from lightning_parallel.zero.sharding import Prefetch
+from lightning_parallel.zero.deepspeed.setup import refuse_missing
+from lightning_parallel.zero.fsdp2.sharding import Prefetch
 
 Engine = Literal["native", "fsdp2", "deepspeed"]
 _ENGINES: dict[int, tuple[Engine, ...]] = {

@@ -20,12 +20,12 @@ from lightning_parallel.checkpoint.parts import StoredTensor
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
 from lightning_parallel.failure.patience import Moving
 from lightning_parallel.strategies.checkpoints import FileOrFolder, names_of_state, unwrapped
-from lightning_parallel.trainer.checkpoint_io import as_lightning_reads
+from lightning_parallel.trainer.state.checkpoint_io import as_lightning_reads
 from lightning_parallel.zero.compiled_names import clean_state_dicts
-from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
-from lightning_parallel.zero.full_shards import ShardedEngine
-from lightning_parallel.zero.native import MASTERS, NativeEngine
-from lightning_parallel.zero.state import whole_on_owners
+from lightning_parallel.zero.deepspeed.engine import DeepSpeedEngine
+from lightning_parallel.zero.fsdp2.engine import ShardedEngine
+from lightning_parallel.zero.native.engine import MASTERS, NativeEngine
+from lightning_parallel.zero.optimizer.state import whole_on_owners
 
 AnyEngine = NativeEngine | ShardedEngine | DeepSpeedEngine
 

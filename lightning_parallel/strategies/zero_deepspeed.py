@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_parallel.pipeline.compiled import is_compiled
-from lightning_parallel.trainer.holders import model_copies, refuse_sharded
+from lightning_parallel.pipeline.partition.compiled import is_compiled
 from lightning_parallel.trainer.loops import leave_inference_mode
-from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
-from lightning_parallel.zero.deepspeed_setup import (
+from lightning_parallel.trainer.state.weight_callbacks import model_copies, refuse_sharded
+from lightning_parallel.zero.deepspeed.engine import DeepSpeedEngine
+from lightning_parallel.zero.deepspeed.setup import (
     DeepSpeedOptions,
     connect_deepspeed,
     forgotten_on_failure,

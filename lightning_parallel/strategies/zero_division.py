@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel.mesh import build_mesh
 from lightning_parallel.strategies.zero_steps import ZeROSteps
-from lightning_parallel.trainer.holders import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.trainer.loops import leave_inference_mode
+from lightning_parallel.trainer.state.weight_callbacks import hold_whole_states, model_copies, refuse_sharded
 from lightning_parallel.zero.activation_checkpoints import ActivationCheckpoints, on_host
-from lightning_parallel.zero.full_shards import ShardedEngine
-from lightning_parallel.zero.partition import Options
+from lightning_parallel.zero.fsdp2.engine import ShardedEngine
+from lightning_parallel.zero.fsdp2.sharding import Prefetch
+from lightning_parallel.zero.fsdp2.shards import find_blocks
+from lightning_parallel.zero.fsdp2.states import ShardOptions
+from lightning_parallel.zero.native.partition import Options
 from lightning_parallel.zero.ranks import Ranks
-from lightning_parallel.zero.shard_states import ShardOptions
-from lightning_parallel.zero.sharding import Prefetch
-from lightning_parallel.zero.shards import find_blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

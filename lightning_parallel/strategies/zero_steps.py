@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.zero_checkpoints import ZeROCheckpoints
-from lightning_parallel.trainer.between_hooks import fingerprint, refuse_written
-from lightning_parallel.zero.deepspeed_engine import DeepSpeedEngine
-from lightning_parallel.zero.full_shards import ShardedEngine
+from lightning_parallel.trainer.step.parameter_writes import fingerprint, refuse_written
+from lightning_parallel.zero.deepspeed.engine import DeepSpeedEngine
+from lightning_parallel.zero.fsdp2.engine import ShardedEngine
 
 
 class ZeROSteps(ZeROCheckpoints):

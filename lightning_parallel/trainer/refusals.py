@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_parallel.pipeline.phantoms.stand_in import StandIn
-from lightning_parallel.zero.elementwise import refuse_coupling
+from lightning_parallel.zero.optimizer.elementwise import refuse_coupling
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

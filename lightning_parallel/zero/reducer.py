@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.zero.bucket import Bucket
 from lightning_parallel.zero.collectives import Traffic
-from lightning_parallel.zero.gradient import add_to_reduce
-from lightning_parallel.zero.votes import vote
+from lightning_parallel.zero.native.bucket import Bucket
+from lightning_parallel.zero.round_agreement import vote
+from lightning_parallel.zero.sharded_gradient import add_to_reduce
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
 _IN_FLIGHT = 2  # buckets whose gradients are on their way at a time; their vectors are freed when they have arrived

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.pipeline.derivatives import RUNS_IT, is_transformed
+from lightning_parallel.pipeline.stage.derivatives import RUNS_IT, is_transformed
 from lightning_parallel.zero.reducer import Waiting
 
 _DIGEST = 1 << 40

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_parallel.callbacks import StalenessMonitor
-from lightning_parallel.server import SGD, SSP, Layout, Rules
+from lightning_parallel.parameter_server import SGD, SSP, Layout, Rules
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.server_world import World, random_network
 from tests.trainer.modules import Classifier, row_loader

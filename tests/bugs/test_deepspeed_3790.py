@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.zero.gradient import local_part
+from lightning_parallel.zero.sharded_gradient import local_part
 from tests.trainer.modules import Classifier
 from tests.trainer.zeros import SEVERAL, Fit, on_ranks
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_parallel.server import SSP, Asynchronous
+from lightning_parallel.parameter_server import SSP, Asynchronous
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.server_world import World, adding, random_network
 from tests.trainer.pipelines import make_trainer

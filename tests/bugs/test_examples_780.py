@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_parallel.server import BSP, SSP
+from lightning_parallel.parameter_server import BSP, SSP
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.server_world import World, adding, random_network
 from tests.trainer.pipelines import WEIGHTS

@@ -12,7 +12,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeROStrategy,
 )
-from lightning_parallel.zero.elementwise import refuse_coupling, refuse_optimizer
+from lightning_parallel.zero.optimizer.elementwise import refuse_coupling, refuse_optimizer
 from tests.trainer.modules import Classifier
 from tests.trainer.optimizers import Early, Lamb, Lookahead, NormedSGD, Polyak, Prodigious, ScheduleFree
 from tests.trainer.pipelines import LOSS, WEIGHTS

@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_parallel.server import BSP, SGD, Layout, Rules
-from lightning_parallel.server.launcher import launch
+from lightning_parallel.parameter_server import BSP, SGD, Layout, Rules
+from lightning_parallel.parameter_server.launcher import launch
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.ranks.test_server_processes import SIZE, run_descent
 from tests.trainer.modules import Classifier, row_loader

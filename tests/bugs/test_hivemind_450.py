@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from lightning_parallel.server import BSP, ESSP, SGD, SSP, Asynchronous, BoundedDelay, DropOlderThan, Layout, Rules
+from lightning_parallel.parameter_server import (
+    BSP,
+    ESSP,
+    SGD,
+    SSP,
+    Asynchronous,
+    BoundedDelay,
+    DropOlderThan,
+    Layout,
+    Rules,
+)
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.server_world import World
 from tests.trainer.servers import assert_equal, fit

@@ -51,7 +51,7 @@ from threading import Thread
 import torch
 from lightning.pytorch import Trainer
 from lightning_parallel import *
-from lightning_parallel.pipeline.choice import choose
+from lightning_parallel.pipeline.planning.choice import choose
 vector, gradient, num_portions = torch.zeros(8), torch.ones(8), 2
 def loss_and_gradient(x, portion):
     return (x - portion).square().sum().item(), 2 * (x - portion)
@@ -254,7 +254,7 @@ def test_links_lead_somewhere():
 def callables() -> dict[str, list[str]]:
     """What our public classes and functions take, by short name."""
     takes = dict(trainer_cli._arguments())
-    for home in (lightning_parallel, callbacks, demo, importlib.import_module("lightning_parallel.server")):
+    for home in (lightning_parallel, callbacks, demo, importlib.import_module("lightning_parallel.parameter_server")):
         for name in home.__all__:
             if not issubclass(type(getattr(home, name)), type) or "__init__" in vars(getattr(home, name)):
                 takes.setdefault(name, list(inspect.signature(getattr(home, name)).parameters))

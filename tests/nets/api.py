@@ -25,15 +25,16 @@ from lightning_parallel.measure.collective_costs import Link
 from lightning_parallel.measure.communication import CommunicationWatch, Moved
 from lightning_parallel.measure.reading import BubbleReading
 from lightning_parallel.measure.staleness import StalenessReading, StalenessSums
-from lightning_parallel.server.consistency import Consistency
-from lightning_parallel.server.filters import Precision, Selector
-from lightning_parallel.server.updates import Update
+from lightning_parallel.parameter_server.consistency import Consistency
+from lightning_parallel.parameter_server.filters import Precision, Selector
+from lightning_parallel.parameter_server.updates import Update
 from lightning_parallel.strategies import registry
 from tests.pages import PAGES, printed_imports, printed_modules, text_of
 
 RECORDED = Path(__file__).with_suffix(".json")
 AGAIN = "If this is meant, record it with `python -m tests.nets.api` and say it in CHANGELOG.md."
-HOMES = ("", ".strategies", ".callbacks", ".demo", ".checkpoint", ".server", ".server.filters", ".measure",
+HOMES = ("", ".strategies", ".callbacks", ".demo", ".checkpoint", ".parameter_server", ".parameter_server.filters",
+".measure",
          ".pipeline", ".pipeline.schedules")  # fmt: skip
 RULES = (Update, Consistency, Precision, Selector)  # given by class path to ParameterServerStrategy
 NOTHING = "nothing"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_parallel.server.filters import TopK
+from lightning_parallel.parameter_server.filters import TopK
 from lightning_parallel.strategies import (
     HybridStrategy,
     ParameterServerStrategy,

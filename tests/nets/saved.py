@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from lightning_parallel.server.filters import TopK
+from lightning_parallel.parameter_server.filters import TopK
 from lightning_parallel.strategies import (
     HybridStrategy,
     ParameterServerStrategy,

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.boundary import Arrival, Contract, Departure
-from lightning_parallel.pipeline.channel import Channel
-from lightning_parallel.pipeline.values import TensorMeta, describe
+from lightning_parallel.pipeline.stage.boundary import Arrival, Contract, Departure
+from lightning_parallel.pipeline.transport.channel import Channel
+from lightning_parallel.pipeline.transport.tensor_meta import TensorMeta, describe
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")

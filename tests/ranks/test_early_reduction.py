@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lightning_parallel.zero.gradient import gather_gradient
-from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.native.partition import Options, Partition
 from lightning_parallel.zero.ranks import Ranks
+from lightning_parallel.zero.sharded_gradient import gather_gradient
 from tests.harness import run_ranks
 
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline import buckets as buckets_module
-from lightning_parallel.pipeline.channel import nobody_waits
-from lightning_parallel.pipeline.data_axis import DataAxis
-from lightning_parallel.pipeline.gradient_sums import GradientSums
-from lightning_parallel.pipeline.gradients import FreshGradients
-from lightning_parallel.pipeline.parameters import ParameterTable
-from lightning_parallel.pipeline.partition import lay_out
+from lightning_parallel.pipeline.gradients import buckets as buckets_module
+from lightning_parallel.pipeline.gradients.data_axis import DataAxis
+from lightning_parallel.pipeline.gradients.fresh_gradients import FreshGradients
+from lightning_parallel.pipeline.gradients.gradient_sums import GradientSums
+from lightning_parallel.pipeline.parameters.shared_parameters import SharedParameters
+from lightning_parallel.pipeline.parameters.table import ParameterTable
+from lightning_parallel.pipeline.partition.layout import lay_out
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import make
-from lightning_parallel.pipeline.shared_parameters import SharedParameters
+from lightning_parallel.pipeline.transport.channel import nobody_waits
 from lightning_parallel.pipeline.weight_grad import backward_inputs
 from tests.harness import run_ranks
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_parallel.zero.deepspeed_order import Handover
+from lightning_parallel.zero.deepspeed.order import Handover
 from tests.harness import run_ranks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.pipeline import auto
+from lightning_parallel.pipeline.planning import auto
 from tests.harness import run_ranks
 
 ROUND_TRIPS_S = [100.0, 2.0, 2.0, 40.0, 1.0, 2.0]  # the first opens connections, and in one the host was busy

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parallel.server import SSP, AddDelta, Layout, Rules
-from lightning_parallel.server.job import Job
-from lightning_parallel.server.transport.keys import Keys
-from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.parameter_server import SSP, AddDelta, Layout, Rules
+from lightning_parallel.parameter_server.job import Job
+from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.session import LeaseLostError
 from tests.harness import _fork
 from tests.namespaces import Host, two_hosts
 

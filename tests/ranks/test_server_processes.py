@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parallel.server import BSP, SGD, SSP, AddDelta, Layout, Rules
-from lightning_parallel.server.job import Job
-from lightning_parallel.server.launcher import Launch, launch
-from lightning_parallel.server.transport.session import LeaseLostError
+from lightning_parallel.parameter_server import BSP, SGD, SSP, AddDelta, Layout, Rules
+from lightning_parallel.parameter_server.job import Job
+from lightning_parallel.parameter_server.launcher import Launch, launch
+from lightning_parallel.parameter_server.transport.session import LeaseLostError
 from tests.harness import _fork, free_port
 
 SIZE = 8
@@ -259,8 +259,8 @@ def test_a_restart_of_everything_resumes(tmp_path):
 
 
 def test_an_address_that_others_reach_needs_keys():
-    from lightning_parallel.server.manager import Manager
-    from lightning_parallel.server.transport.zeromq import Node
+    from lightning_parallel.parameter_server.manager.manager import Manager
+    from lightning_parallel.parameter_server.transport.zeromq import Node
 
     with pytest.raises(ValueError, match=r"0\.0\.0\.0:5555 is reached from other hosts\. Give keys=Keys\.make\(\)"):
         Node(Manager(counting(), 1, 1), 1, "tcp://0.0.0.0:5555", {})

@@ -9,10 +9,10 @@ import pytest
 import scipy.optimize
 import torch
 
-from lightning_parallel.server import AddDelta, Asynchronous, Layout, Rules
-from lightning_parallel.server.job import Job
-from lightning_parallel.server.launcher import launch
-from lightning_parallel.server.sandblaster import LBFGS
+from lightning_parallel.parameter_server import AddDelta, Asynchronous, Layout, Rules
+from lightning_parallel.parameter_server.job import Job
+from lightning_parallel.parameter_server.launcher import launch
+from lightning_parallel.parameter_server.sandblaster.lbfgs import LBFGS
 from tests.harness import _fork
 
 COLUMNS, PORTIONS = 5, 8

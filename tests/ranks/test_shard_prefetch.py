@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_parallel.zero.shard_gradients import groups_of
-from lightning_parallel.zero.sharding import Sharding
+from lightning_parallel.zero.fsdp2.gradients import groups_of
+from lightning_parallel.zero.fsdp2.sharding import Sharding
 from tests.harness import run_ranks
 
 BLOCKS, WIDTH = 3, 4

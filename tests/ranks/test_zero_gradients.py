@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient, total_norm
-from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.native.partition import Options, Partition
 from lightning_parallel.zero.ranks import Ranks
+from lightning_parallel.zero.sharded_gradient import ShardedGradient, gather_gradient, total_norm
 from tests.harness import run_ranks
 
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_parallel.zero.collectives import average_together
-from lightning_parallel.zero.gradient import ShardedGradient, gather_gradient, total_norm
-from lightning_parallel.zero.partition import Options, Partition
+from lightning_parallel.zero.native.partition import Options, Partition
 from lightning_parallel.zero.ranks import Ranks
+from lightning_parallel.zero.sharded_gradient import ShardedGradient, gather_gradient, total_norm
 from tests.harness import run_ranks
 
 WIDTH, ROWS, STEPS = 5, 8, 3

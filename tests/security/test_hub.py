@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_parallel.parameter_server.trainer.coordination.hello import SERVER, WORKER, Hello
+from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
+from lightning_parallel.parameter_server.trainer.coordination.reception import Arrival, Reception, come, greet, listen
 from lightning_parallel.secret import SECRET, SECRET_FILE, Secret
-from lightning_parallel.trainer.hello import SERVER, WORKER, Hello
-from lightning_parallel.trainer.hosts import Hosts
-from lightning_parallel.trainer.reception import Arrival, Reception, come, greet, listen
 from tests.security.forged import Charge
 
 pytestmark = pytest.mark.timeout(60)
@@ -141,7 +141,9 @@ def test_hosts_read_the_secret_as_all_else_does(tmp_path, monkeypatch):
     file.chmod(0o600)
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.setenv(SECRET_FILE, str(file))
-    monkeypatch.setattr("lightning_parallel.trainer.hosts.open_store", lambda *arguments: dist.HashStore())
+    monkeypatch.setattr(
+        "lightning_parallel.parameter_server.trainer.coordination.hosts.open_store", lambda *arguments: dist.HashStore()
+    )
     assert Hosts.meet("127.0.0.1", 1, 0, 2, None).secret == Secret("0123456789abcdef")
     monkeypatch.delenv(SECRET_FILE)
     with pytest.raises(ValueError, match=r"LIGHTNING_PARALLEL_SECRET is not set\. Set it to the same 16"):

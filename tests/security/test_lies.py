@@ -8,10 +8,10 @@ from dataclasses import fields, is_dataclass
 import pytest
 import torch
 
-from lightning_parallel.server import messages as m
-from lightning_parallel.server.chain import MANAGER
-from lightning_parallel.server.filters.codec import fits
-from lightning_parallel.server.wire import BODIES
+from lightning_parallel.parameter_server import messages as m
+from lightning_parallel.parameter_server.filters.codec import fits
+from lightning_parallel.parameter_server.server.chain import MANAGER
+from lightning_parallel.parameter_server.wire import BODIES
 from tests.server_world import World, adding
 
 NUMBERS = (0, 1, 2, 3, -1, 7, 1 << 20, (1 << 62) - 1, -(1 << 62))

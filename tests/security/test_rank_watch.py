@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_parallel.failure.framed_socket import Line
+from lightning_parallel.failure.heartbeats import Hub, Spoke, _key
 from lightning_parallel.failure.messages import Status
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.failure.roll import Hub, Spoke, _key
-from lightning_parallel.failure.wire import Line
 from lightning_parallel.handshake import Unproven, connect
 from lightning_parallel.secret import Secret
 from lightning_parallel.strangers import drive

@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from lightning_parallel.server import AddDelta, Layout, Rules, Server
-from lightning_parallel.server.transport.inbox import REASONS
-from lightning_parallel.server.transport.zeromq import Node
+from lightning_parallel.parameter_server import AddDelta, Layout, Rules, Server
+from lightning_parallel.parameter_server.transport.inbox import REASONS
+from lightning_parallel.parameter_server.transport.zeromq import Node
 
 pytestmark = pytest.mark.timeout(60)
 JOB = 0x1234567812345678

@@ -4,12 +4,12 @@ where a member dies just then. `n_push` steps share a push, and so do fewer wher
 import pytest
 import torch
 
-from lightning_parallel.server.from_torch import Rates, groups_of, update_of
-from lightning_parallel.server.island import Follower
-from lightning_parallel.server.reading import Result
-from lightning_parallel.server.table import Table
-from lightning_parallel.trainer.server_worker import Pace, ServerWorker
-from lightning_parallel.trainer.versions import Versions
+from lightning_parallel.parameter_server.from_torch import Rates, groups_of, update_of
+from lightning_parallel.parameter_server.table import Table
+from lightning_parallel.parameter_server.trainer.versions import Versions
+from lightning_parallel.parameter_server.trainer.worker import Pace, ServerWorker
+from lightning_parallel.parameter_server.worker.island import Follower
+from lightning_parallel.parameter_server.worker.reading import Result
 
 
 class Records(Follower):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.checkpoint.sharded import consolidate
-from lightning_parallel.pipeline import buckets
+from lightning_parallel.pipeline.gradients import buckets
 from lightning_parallel.strategies import HybridStrategy, PipelineStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import CLASSES, Classifier, chain, row_dataset, row_loader

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.server.transport import shared_files
+from lightning_parallel.parameter_server.transport import shared_files
 from lightning_parallel.strategies import ParameterServerStrategy
 from tests.harness import new_children
 from tests.trainer.failing import STRATEGIES, Failing

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_parallel.pipeline import microbatch
+from lightning_parallel.pipeline.batch import microbatch
 from lightning_parallel.strategies import HybridStrategy, PipelineStrategy, ZeROStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import CLASSES, VOCABULARY, WIDTH, Classifier, chain, row_loader, token_loader

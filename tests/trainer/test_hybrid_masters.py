@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.checkpoint.sharded import consolidate
 from lightning_parallel.strategies import HybridStrategy, ZeROStrategy
-from lightning_parallel.zero.guarded_state import held_state
+from lightning_parallel.zero.optimizer.guarded_state import held_state
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, gpt, gpt_case, on_meshes, token_loader
 from tests.trainer.pipelines import BF16, Case, Record, fit, join_as_torchrun

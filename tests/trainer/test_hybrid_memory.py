@@ -13,7 +13,7 @@ from lightning_parallel.demo.gpt import GPT, Block
 from lightning_parallel.measure.memory_reading import STATES
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind
-from lightning_parallel.zero.closed import Closed
+from lightning_parallel.zero.closed_parameters import Closed
 from tests.trainer.hybrids import Mesh, gpt_case, on_meshes
 
 ADAM = StateBytes(parameters=4, gradients=4, optimizer=8)  # 32 bits, no copy

@@ -12,7 +12,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning_parallel.errors import StageError
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.strategies import HybridStrategy, ZeROStrategy
-from lightning_parallel.zero.gradient import ShardedGradient
+from lightning_parallel.zero.sharded_gradient import ShardedGradient
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import Mesh, assert_one_process, gpt, gpt_case, on_meshes
 from tests.trainer.modules import Classifier, row_loader

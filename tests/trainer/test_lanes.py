@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Timer
 
 from lightning_parallel.callbacks import CommunicationMonitor, TimelineExporter
-from lightning_parallel.pipeline.channel import Channel
+from lightning_parallel.pipeline.transport.channel import Channel
 from tests.harness import free_port, run_ranks
 from tests.trainer.hybrids import ROWS, TOKENS, Mesh, gpt, token_loader
 from tests.trainer.pipelines import join_as_torchrun, make_trainer

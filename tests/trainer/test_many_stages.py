@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.demo import GPT
-from lightning_parallel.pipeline import unit_seconds
-from lightning_parallel.pipeline.partition import Layout, lay_out
+from lightning_parallel.pipeline.partition.layout import Layout, lay_out
+from lightning_parallel.pipeline.runtime import unit_seconds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from tests.trainer.modules import token_loader

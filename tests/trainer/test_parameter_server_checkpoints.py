@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from torch import nn
 
-from lightning_parallel.server import Adagrad
-from lightning_parallel.server.filters import Float16, RandomSkip, TopK
+from lightning_parallel.parameter_server import Adagrad
+from lightning_parallel.parameter_server.filters import Float16, RandomSkip, TopK
 from lightning_parallel.strategies import ParameterServerStrategy, ZeROStrategy
 from tests.trainer.modules import Classifier, chain, row_dataset, row_loader
 from tests.trainer.pipelines import WEIGHTS, make_trainer

@@ -118,8 +118,8 @@ def test_the_run_ends_with_the_island_of_rank_zero():
 @pytest.mark.parametrize("lengths", [(3, 7), slow((7, 3))])
 def test_a_member_with_fewer_batches_is_found(lengths, monkeypatch):
     """One is in a step, for which it needs the other, which is at the end of its epoch."""
-    monkeypatch.setattr("lightning_parallel.server.island.SAY_EVERY", timedelta(seconds=0.5))
-    monkeypatch.setattr("lightning_parallel.trainer.meeting.SURE_S", 0.3)
+    monkeypatch.setattr("lightning_parallel.parameter_server.worker.island.SAY_EVERY", timedelta(seconds=0.5))
+    monkeypatch.setattr("lightning_parallel.parameter_server.trainer.coordination.rendezvous.SURE_S", 0.3)
     with pytest.raises(StageError, match=r"Members of an island wait, but not for the same: rank . is in a step"):
         make_trainer(ParameterServerStrategy("ssp", island_size=2), 2, max_epochs=1, **OWN_ROWS).fit(
             Shares(lengths), val_dataloaders=row_loader((5,))

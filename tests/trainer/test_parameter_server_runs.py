@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_parallel.errors import StageError
+from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalHub
+from lightning_parallel.parameter_server.trainer.coordination.later_runs import LaterRuns
 from lightning_parallel.ports import ReservedPort
 from lightning_parallel.strategies import ParameterServerStrategy
-from lightning_parallel.trainer.external_hub import ExternalHub
-from lightning_parallel.trainer.later_runs import LaterRuns
 from tests.trainer.modules import row_loader
 from tests.trainer.pipelines import WEIGHTS, join_as_torchrun, make_trainer
 from tests.trainer.servers import slow

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.trainer.rank_processes import RankProcesses
+from lightning_parallel.trainer.launch.rank_processes import RankProcesses
 
 
 def wait(*_: object) -> None:

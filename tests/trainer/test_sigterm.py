@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.failure.watch import Watch
-from lightning_parallel.trainer.sigterm import replace_sigterm_broadcast
+from lightning_parallel.trainer.failure.sigterm import replace_sigterm_broadcast
 from tests.harness import free_port, run_ranks
 from tests.ranks.test_watch import watched
 from tests.trainer.test_launchers import ROOT, script_environment

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.boundary import Departure
+from lightning_parallel.pipeline.stage.boundary import Departure
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
 from tests.trainer.pipelines import (
     Case,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.random_streams import mix
+from lightning_parallel.pipeline.stage.random_streams import mix
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, Mlp, chain, row_loader, rows
 from tests.trainer.pipelines import WEIGHTS, Case, Record, assert_ranks_agree, assert_same, on_stages, one_process
 

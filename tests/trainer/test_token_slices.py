@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.callbacks import BubbleMonitor, MemoryMonitor
 from lightning_parallel.demo import GPT
-from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.runtime.engine import Engine
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import make
 from lightning_parallel.strategies import HybridStrategy, PipelineStrategy

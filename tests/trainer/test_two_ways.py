@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision, MulticlassRecall
 
-from lightning_parallel.pipeline import buckets
+from lightning_parallel.pipeline.gradients import buckets
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies import PipelineStrategy
 from tests.harness import free_port, run_ranks

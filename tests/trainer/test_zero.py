@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel.strategies import ZeROStrategy
-from lightning_parallel.zero.guarded_state import held_state
+from lightning_parallel.zero.optimizer.guarded_state import held_state
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, chain, row_dataset
 from tests.trainer.pipelines import BF16, HALF
 from tests.trainer.zeros import EACH, STAGES, Fit, ddp, on_ranks, zero

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies import ZeROStrategy
 from lightning_parallel.zero.accounting import StateBytes, bytes_by_kind
-from lightning_parallel.zero.deepspeed_setup import DeepSpeedOptions, import_deepspeed
+from lightning_parallel.zero.deepspeed.setup import DeepSpeedOptions, import_deepspeed
 from tests.harness import run_ranks
 from tests.trainer.modules import Classifier, row_dataset
 from tests.trainer.pipelines import BF16, HALF

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.watch import Watch
 from lightning_parallel.secret import Secret
-from lightning_parallel.trainer.failures import report_exception
-from lightning_parallel.trainer.launchers import make_launcher
-from lightning_parallel.trainer.sigterm import Restore, replace_sigterm_broadcast
+from lightning_parallel.trainer.failure.reports import report_exception
+from lightning_parallel.trainer.failure.sigterm import Restore, replace_sigterm_broadcast
+from lightning_parallel.trainer.launch.launchers import make_launcher
 
 QUICK = Patience(beat_s=0.1, stale_s=3.0, blocked_s=2.0, grace_s=1.0, exit_s=2.0, cause_s=1.0)
 

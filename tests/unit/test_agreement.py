@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_parallel.pipeline.agreement import Passed, contracts
-from lightning_parallel.pipeline.calls import Going
-from lightning_parallel.pipeline.values import describe
+from lightning_parallel.pipeline.stage.agreement import Passed, contracts
+from lightning_parallel.pipeline.stage.calls import Going
+from lightning_parallel.pipeline.transport.tensor_meta import describe
 
 FIRST, SECOND = ("a", 0), ("b", 0)
 META = (describe(torch.ones(2)), True)

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parallel import HybridStrategy, ParameterServerStrategy, PipelineStrategy, ZeROStrategy
-from lightning_parallel.pipeline.blocks import block_names
-from lightning_parallel.server.filters import TopK
+from lightning_parallel.parameter_server.filters import TopK
+from lightning_parallel.pipeline.partition.blocks import block_names
 
 
 class Lazy(LightningModule):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_parallel.pipeline.batch_digest import digest_of
+from lightning_parallel.pipeline.batch.digest import digest_of
 
 
 class Note:

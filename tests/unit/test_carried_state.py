@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_parallel.trainer.carried_state import CarriedState
+from lightning_parallel.trainer.step.carried_state import CarriedState
 
 ROWS = 3
 

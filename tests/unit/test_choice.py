@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_parallel.pipeline.choice import CANDIDATES, choose
 from lightning_parallel.pipeline.costs import Costs
-from lightning_parallel.pipeline.loads import costs_of_stages
+from lightning_parallel.pipeline.planning.choice import CANDIDATES, choose
+from lightning_parallel.pipeline.planning.loads import costs_of_stages
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.schedules.spec import parse
 from lightning_parallel.pipeline.simulator import peak_activations, simulate

@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.server.transport.sealed import AnyConnection
-from lightning_parallel.trainer.hub import Hub
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import Hub
+from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -22,8 +22,8 @@ from tests.harness import imported_anew
 
 PACKAGE = Path(__file__).parents[2] / "lightning_parallel"
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-KNOWS_LIGHTNING = ("strategies", "callbacks", "trainer", "demo")
-ABOVE = tuple(f"lightning_parallel.{part}" for part in (*KNOWS_LIGHTNING, "cli"))
+KNOWS_LIGHTNING = ("strategies", "callbacks", "trainer", "parameter_server/trainer", "demo")
+ABOVE = tuple(f"lightning_parallel.{part.replace('/', '.')}" for part in (*KNOWS_LIGHTNING, "cli"))
 
 
 def imports(source: str, module: str) -> set[str]:
@@ -115,7 +115,7 @@ def test_strategies_need_none_of_the_optional_packages():
 
 
 def test_relative_imports_are_resolved():
-    assert imports("from ..measure import spans", "lightning_parallel.pipeline.engine") == {
+    assert imports("from ..measure import spans", "lightning_parallel.pipeline.runtime.engine") == {
         "lightning_parallel.measure",
         "lightning_parallel.measure.spans",
     }

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.auto import Wanted, choose_for, measure
-from lightning_parallel.pipeline.choice import CANDIDATES, choose
 from lightning_parallel.pipeline.costs import Costs
-from lightning_parallel.pipeline.loads import MeasuredLoads, StageLoad
+from lightning_parallel.pipeline.planning.auto import Wanted, choose_for, measure
+from lightning_parallel.pipeline.planning.choice import CANDIDATES, choose
+from lightning_parallel.pipeline.planning.loads import MeasuredLoads, StageLoad
+from lightning_parallel.pipeline.planning.splits import merge_useless_splits
+from lightning_parallel.pipeline.planning.timing import UnitCost
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.schedules import make
 from lightning_parallel.pipeline.schedules.placement import straight
 from lightning_parallel.pipeline.simulator import peak_activations, simulate
-from lightning_parallel.pipeline.splits import merge_useless_splits
-from lightning_parallel.pipeline.timing import UnitCost
 
 SIZES = (8, 8, 8, 64)  # bytes that each of four blocks is called with
 

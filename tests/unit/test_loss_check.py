@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline import microbatch
-from lightning_parallel.pipeline.batch_fields import Cutting
-from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.loss_check import LossCheck, Told
-from lightning_parallel.pipeline.partition import lay_out
-from lightning_parallel.pipeline.random_streams import RandomStreams
-from lightning_parallel.pipeline.rounds import Rounds
+from lightning_parallel.pipeline.batch import microbatch
+from lightning_parallel.pipeline.batch.fields import Cutting
+from lightning_parallel.pipeline.parity.loss_check import LossCheck, Told
+from lightning_parallel.pipeline.parity.stage_check import Fields, Rounding, StageCheck
+from lightning_parallel.pipeline.partition.layout import lay_out
+from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.seat import Seat
-from lightning_parallel.pipeline.stage_check import Fields, Rounding, StageCheck
-from lightning_parallel.pipeline.work import StepWork
+from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage.rounds import Rounds
 
 SIZES = [2, 2, 1]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_parallel.pipeline.batch_rows import count_rows
-from lightning_parallel.pipeline.microbatch import (
+from lightning_parallel.pipeline.batch.microbatch import (
     join,
     leaves,
     map_leaves,
@@ -21,6 +20,7 @@ from lightning_parallel.pipeline.microbatch import (
     split,
     weighted_sum,
 )
+from lightning_parallel.pipeline.batch.rows import count_rows
 
 
 class Pair(NamedTuple):

@@ -4,8 +4,8 @@ import pytest
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from lightning_parallel import ParameterServerStrategy
-from lightning_parallel.trainer.server_plan import Plan
-from lightning_parallel.zero.elementwise import refuse_optimizer
+from lightning_parallel.parameter_server.trainer.server_plan import Plan
+from lightning_parallel.zero.optimizer.elementwise import refuse_optimizer
 
 
 def test_no_optimizer_is_refused_by_what_was_returned():

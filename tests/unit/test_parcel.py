@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.parcel import Parcel, unpack
+from lightning_parallel.pipeline.transport.parcel import Parcel, unpack
 
 CPU = torch.device("cpu")
 

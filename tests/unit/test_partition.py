@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_parallel.demo.gpt import GPT
-from lightning_parallel.pipeline.blocks import find_blocks, unit_names
-from lightning_parallel.pipeline.on_shapes import shadow_of
-from lightning_parallel.pipeline.partition import Layout, lay_out, min_max_cut
+from lightning_parallel.pipeline.partition.blocks import find_blocks, unit_names
+from lightning_parallel.pipeline.partition.layout import Layout, lay_out, min_max_cut
+from lightning_parallel.pipeline.partition.shape_inference import shadow_of
+from lightning_parallel.pipeline.planning.timing import unit_costs
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
-from lightning_parallel.pipeline.timing import unit_costs
 
 BIDIRECTIONAL = ("gems", "chimera", "dualpipe")  # which need two ranks or more
 

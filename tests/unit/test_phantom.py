@@ -11,7 +11,7 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, bound
-from lightning_parallel.pipeline.values import TensorMeta, describe, realize, summon
+from lightning_parallel.pipeline.transport.tensor_meta import TensorMeta, describe, realize, summon
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import zmq
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_parallel.ports import ReservedPort
-from lightning_parallel.trainer.main_port import main_port
+from lightning_parallel.trainer.launch.main_port import main_port
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parallel.pipeline.random_streams import RandomStreams, behind, mix, own, share_generators
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams, behind, mix, own, share_generators
 
 CPU = torch.device("cpu")
 

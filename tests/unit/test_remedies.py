@@ -12,7 +12,7 @@ from lightning_parallel.checkpoint import files
 from lightning_parallel.cli import memory_command, schedule_command
 from lightning_parallel.cli.trainer_cli import explain_option
 from lightning_parallel.parallel.auto import _counts_positions
-from lightning_parallel.trainer.script_launcher import refuse_no_script
+from lightning_parallel.trainer.launch.script_launcher import refuse_no_script
 
 
 def test_parameters_may_be_given_in_billions(capsys):

@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_parallel.pipeline import Schedule
+from lightning_parallel.pipeline.planning.splits import merge_useless_splits
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.simulator import Costs, simulate
-from lightning_parallel.pipeline.splits import merge_useless_splits
 
 
 def merged(text, costs=None):

@@ -9,8 +9,8 @@ from torchmetrics import MetricCollection
 
 from lightning_parallel.measure.staleness import Access, StalenessReading, StalenessSums, regret_bound
 from lightning_parallel.measure.staleness_picture import draw_staleness
-from lightning_parallel.trainer.staleness_metric import Staleness
-from lightning_parallel.trainer.versions import Ages, Versions
+from lightning_parallel.parameter_server.trainer.staleness_metric import Staleness
+from lightning_parallel.parameter_server.trainer.versions import Ages, Versions
 
 
 def run_of_ssp(num_workers: int, staleness: int, steps: int, seed: int) -> list[list[Access]]:

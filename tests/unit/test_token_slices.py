@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.demo.gpt import Block
-from lightning_parallel.pipeline.cut import Cut
-from lightning_parallel.pipeline.intercept import Hook
-from lightning_parallel.pipeline.partition import lay_out
+from lightning_parallel.pipeline.partition.layout import lay_out
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.random_streams import RandomStreams
 from lightning_parallel.pipeline.schedules.slice_lengths import slice_lengths
+from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_mask, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import SlicedAttention
 from lightning_parallel.pipeline.token_slices.check import check_block

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lightning_parallel.pipeline.turns import in_turn, meet, run_in_turns, swap_of
+from lightning_parallel.pipeline.runtime.turns import in_turn, meet, run_in_turns, swap_of
 
 
 class Once:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_parallel.zero.layout import fill_buckets, lay_out
+from lightning_parallel.zero.native.layout import fill_buckets, lay_out
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_parallel.zero.state import numbered_groups
+from lightning_parallel.zero.optimizer.state import numbered_groups
 
 
 def test_groups_are_numbered_as_in_a_state_dict():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from lightning_parallel.pipeline.callers import called_past_its_module
+from lightning_parallel.pipeline.phantoms.callers import called_past_its_module
 from lightning_parallel.pipeline.phantoms.stand_in import StandIn
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.pipeline import foreach
-from lightning_parallel.pipeline.derivatives import RUNS_IT, is_derivative
+from lightning_parallel.pipeline.phantoms import foreach
 from lightning_parallel.pipeline.phantoms.errors import PhantomError, Unread, unread
 from lightning_parallel.pipeline.phantoms.outside import is_allowed
 from lightning_parallel.pipeline.phantoms.recipes import draws, recipe_of, remember
 from lightning_parallel.pipeline.phantoms.shapes import infer, made_real
 from lightning_parallel.pipeline.phantoms.stand_in import StandIn
 from lightning_parallel.pipeline.phantoms.writes import refuse_reshape, refuse_writes
+from lightning_parallel.pipeline.stage.derivatives import RUNS_IT, is_derivative
 
 _READS_DATA = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 # Types of arguments that neither are nor hold Phantoms.

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.pipeline.intercept import Hook
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.stage.intercept import Hook
 from lightning_parallel.pipeline.token_slices.multi_head import MultiHead
 from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_parallel.pipeline.intercept import Hook
-from lightning_parallel.pipeline.leftovers import is_hooked
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.random_streams import RandomStreams
-from lightning_parallel.pipeline.snapshot import untouched
+from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage.side_effects import is_hooked
+from lightning_parallel.pipeline.stage.snapshot import untouched
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention, Whole, forbids
 from lightning_parallel.pipeline.token_slices.call import stream_of

@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_parallel.pipeline.goods import Place
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
-from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.token_slices.arguments import cut, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import Keys, KeysAndValues
 from lightning_parallel.pipeline.token_slices.call import BlockCall, stream_of

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline import calls
-from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.stage import calls
+from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.unit_calls import versions
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import BlockCall
-from lightning_parallel.pipeline.unit_calls import versions
 
 
 @dataclass(frozen=True)

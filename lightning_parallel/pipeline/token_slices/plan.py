@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from lightning_parallel.pipeline.intercept import Hook
-from lightning_parallel.pipeline.partition import Unit
+from lightning_parallel.pipeline.partition.layout import Unit
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.snapshot import untouched
-from lightning_parallel.pipeline.stage import StageRun, StepCut
+from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.snapshot import untouched
+from lightning_parallel.pipeline.stage.stage_run import StageRun, StepCut
 from lightning_parallel.pipeline.token_slices.call import BlockCall, Surroundings
 from lightning_parallel.pipeline.token_slices.check import check_block, refuse_hooks
 

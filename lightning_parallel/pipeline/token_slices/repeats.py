@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.random_streams import RandomStreams
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.on_slice import BlockOnSlice
 
 _LOST = (

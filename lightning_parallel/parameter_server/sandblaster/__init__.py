@@ -1,0 +1,1 @@
+"""L-BFGS on vectors of the servers, and batches in portions (Sandblaster)."""

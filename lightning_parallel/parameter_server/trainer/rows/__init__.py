@@ -1,0 +1,1 @@
+"""Which worker trains on, evaluates and predicts which rows."""

@@ -1,0 +1,1 @@
+"""Steps that all workers make together (Sandblaster), as the Trainer sees them."""

@@ -1,0 +1,1 @@
+"""A worker: what it pushes and pulls, alone or as a member of an island."""

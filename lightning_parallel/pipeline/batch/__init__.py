@@ -1,0 +1,1 @@
+"""A batch: its rows, its fields, and its micro-batches."""

@@ -1,0 +1,1 @@
+"""BatchNorm under micro-batches."""

@@ -1,0 +1,1 @@
+"""Blocks as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Which rank holds which parameter: taken out of the whole, initialized, shared and compared."""

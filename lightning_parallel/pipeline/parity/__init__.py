@@ -1,0 +1,1 @@
+"""Whether micro-batches give what the whole batch gives: compared once, on every stage."""

@@ -1,0 +1,1 @@
+"""A rank's actions of a schedule, run: the engine, and what it hands each action to."""

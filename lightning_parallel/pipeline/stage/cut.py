@@ -1,0 +1,132 @@
+"""A model cut into stages: its units intercepted, so that a step can be run as any one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.graphs.block_graphs import BlockGraphs, SharedGraphs
+from lightning_parallel.pipeline.partition.layout import Layout
+from lightning_parallel.pipeline.stage.intercept import Hook, intercept, let_go
+from lightning_parallel.pipeline.stage.random_streams import RandomStreams
+
+if TYPE_CHECKING:
+    from lightning_parallel.pipeline.stage.stage_run import StageRun
+    from lightning_parallel.pipeline.token_slices.lengths import Slices
+    from lightning_parallel.zero.gather.parameter_gather import Windows
+
+Recompute = Literal["none", "block", "stage"]
+
+
+class Cut:
+    """A model whose units are intercepted, so that a step can be run as any one stage of a layout.
+
+    Args:
+        model, layout, device, streams: what is cut, how, and where and with which random numbers it computes.
+        recompute: what the backward computes again: nothing, each block, or the stage as a whole (on the last stage,
+            whose run makes the loss and all that the step logs, each block).
+        graphs: launch blocks as CUDA graphs, or None.
+        keep_inputs: makes a context in which the inputs of blocks that are computed again are saved for that.
+        skips: gradients of any block's arguments may leave the rank, not only of the first one's.
+        slices: into what sequences are cut, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        streams: RandomStreams,
+        recompute: Recompute = "none",
+        graphs: SharedGraphs | None = None,
+        keep_inputs: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        skips: bool = False,
+        slices: Slices | None = None,
+    ) -> None:
+        self.slices = slices
+        self.model, self.layout, self.device, self.streams = model, layout, device, streams
+        self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
+        self.active: StageRun | None = None
+        self.windows: Windows | None = None  # what makes blocks whole for their calls, where copies divide them
+        self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
+        chain = [self._blocks[block] for block in sorted(self._blocks)]
+        self._pace = _pace(chain, {x for x in chain if next(model.get_submodule(x).parameters(), None) is not None})
+        self._nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
+        for encoder in self._nested:
+            encoder.use_nested_tensor = False  # a nested tensor can neither be sent nor be a Phantom
+        for number, unit in enumerate(layout.units):
+            module = model.get_submodule(unit.name)
+            inside = tuple((name, part) for name, part in module.named_modules() if part is not module)
+            hook = Hook(self, unit, number, inside)
+            if graphs is not None and unit.block is not None:
+                hook.graphs = BlockGraphs(unit.name, module, graphs, skips or hook.begins_stage)
+            intercept(module, hook)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether forwards run more than once."""
+        return self._recompute != "none"
+
+    def recomputes_blocks(self, stage: int) -> bool:
+        """Whether a stage's backward computes each block again."""
+        return self._recompute == "block" or (self._recompute == "stage" and stage == self.layout.num_stages - 1)
+
+    def recomputes_stage(self, stage: int) -> bool:
+        """Whether a stage's backward runs its forward again."""
+        return self._recompute == "stage" and stage < self.layout.num_stages - 1
+
+    @contextmanager
+    def active_as(self, run: StageRun | None) -> Iterator[None]:
+        """Make a run the active one; None lets all modules run as they are."""
+        before, self.active = self.active, run
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def switch_to(self, run: StageRun | None) -> None:
+        """Make another run the active one, in the middle of both."""
+        for of, binds in ((self.active, False), (run, True)):
+            if of is not None:
+                of.lend(binds)
+        self.active = run
+
+    def keeps_pace(self, name: str, called: Mapping[str, int]) -> bool:
+        """Whether a further call of a unit goes with a further pass through the chain (`called`: the calls so far).
+
+        One without parameters may also be a function that the step uses where it likes: an activation at several places
+        of the chain. It belongs to a pass if the last block with parameters before it (or else the next one) has been
+        called for that pass.
+        """
+        if name not in self._pace:
+            return True
+        leader, ahead = self._pace[name]
+        return called.get(leader, 0) >= called[name] + ahead
+
+    def block_name(self, block: int) -> str:
+        return self._blocks[block]
+
+    def first_block(self, stage: int) -> str:
+        return f"`{self._blocks[self.layout.bounds[stage]]}`"
+
+    def release(self) -> None:
+        """Give every module its own class back."""
+        for encoder in self._nested:
+            encoder.use_nested_tensor = True
+        for module in self.model.modules():
+            let_go(module)
+
+
+def _pace(chain: Sequence[str], with_parameters: Collection[str]) -> dict[str, tuple[str, int]]:
+    """For blocks without parameters: which block sets their pace, and how many calls it is ahead."""
+    pace: dict[str, tuple[str, int]] = {}
+    for place, name in enumerate(chain):
+        before = next((other for other in reversed(chain[:place]) if other in with_parameters), None)
+        after = next((other for other in chain[place:] if other in with_parameters), "")
+        if name not in with_parameters:
+            pace[name] = (after, 0) if before is None else (before, 1)
+    return pace

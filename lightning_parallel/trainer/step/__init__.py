@@ -1,0 +1,1 @@
+"""One step of the Trainer in micro-batches: what it is given, logs and returns."""

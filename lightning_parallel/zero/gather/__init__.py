@@ -1,0 +1,1 @@
+"""When parameters that ranks divide are whole: for a step, or block by block."""
