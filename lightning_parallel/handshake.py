@@ -35,7 +35,7 @@ class Unproven(ConnectionError):
     """The other end does not know the key, or is none of such a connection."""
 
 
-class Session:
+class SessionKeys:
     """What both ends know once they have proven themselves: a key for each direction.
 
     Args:
@@ -59,7 +59,7 @@ class Session:
         return hmac.compare_digest(mac, hmac.digest(self._hears, _SEQUENCE.pack(self._heard) + message, "sha256"))
 
 
-def connect(stream: socket.socket, key: bytes, number: int = 0) -> Waits[Session]:
+def connect(stream: socket.socket, key: bytes, number: int = 0) -> Waits[SessionKeys]:
     """Prove oneself to a listener.
 
     Args:
@@ -81,10 +81,10 @@ def connect(stream: socket.socket, key: bytes, number: int = 0) -> Waits[Session
         raise Unproven("the other end took this one's key for another") from error
     if not hmac.compare_digest(theirs, _mac(key, _LISTENS, about)):
         raise Unproven("the other end does not know the key")
-    return Session(_mac(key, b"says " + _CONNECTS, about), _mac(key, b"says " + _LISTENS, about), number)
+    return SessionKeys(_mac(key, b"says " + _CONNECTS, about), _mac(key, b"says " + _LISTENS, about), number)
 
 
-def listen(stream: socket.socket, key: bytes) -> Waits[Session]:
+def listen(stream: socket.socket, key: bytes) -> Waits[SessionKeys]:
     """Have whoever connected prove itself, and then oneself; see `connect`."""
     hello = yield from read(stream, _HELLO.size)
     magic, number, _ = _HELLO.unpack(hello)
@@ -96,7 +96,7 @@ def listen(stream: socket.socket, key: bytes) -> Waits[Session]:
     if not hmac.compare_digest((yield from read(stream, MAC)), _mac(key, _CONNECTS, about)):
         raise Unproven("the other end does not know the key")
     yield from write(stream, _mac(key, _LISTENS, about))
-    return Session(_mac(key, b"says " + _LISTENS, about), _mac(key, b"says " + _CONNECTS, about), number)
+    return SessionKeys(_mac(key, b"says " + _LISTENS, about), _mac(key, b"says " + _CONNECTS, about), number)
 
 
 def _mac(key: bytes, role: bytes, about: bytes) -> bytes:

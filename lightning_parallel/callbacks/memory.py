@@ -13,7 +13,7 @@ from lightning_parallel.callbacks.logged import log_measured
 from lightning_parallel.callbacks.stats import EveryNSteps, log_every_n_steps, runs_pipeline, stats_of
 from lightning_parallel.measure.memory import MemoryMeter, RankMemory, allocator_of
 from lightning_parallel.measure.memory_picture import draw_memory
-from lightning_parallel.measure.memory_reading import MemoryReading, Promise, StatesPromise
+from lightning_parallel.measure.memory_reading import ExpectedActivations, ExpectedStates, MemoryReading
 from lightning_parallel.zero.expected_bytes import ModelStates
 
 
@@ -138,7 +138,7 @@ class MemoryMonitor(Callback):
         if runs_pipeline(trainer):
             stats = stats_of(trainer)
             schedule = stats.latest
-            promise = Promise.of(schedule, stats.row)
+            promise = ExpectedActivations.of(schedule, stats.row)
         everyone = _all_gather(trainer, (trainer.global_rank, measured, promise, states_of(trainer)))
         ranks = {rank: memory for rank, memory, _, _ in everyone}
         promises = {rank: promised for rank, _, promised, _ in everyone if promised is not None}
@@ -151,14 +151,14 @@ class MemoryMonitor(Callback):
             self._meter.close()
 
 
-def states_of(trainer: Trainer) -> StatesPromise | None:
+def states_of(trainer: Trainer) -> ExpectedStates | None:
     """What the trainer's strategy promises this rank of its model states, None where it divides none."""
     ask = getattr(trainer.strategy, "model_states", None)
     if ask is None:
         return None
     states: ModelStates = ask()
     formula = {kind: float(promise.formula) for kind, promise in states.kinds.items()}
-    return StatesPromise(
+    return ExpectedStates(
         f"stage {states.stage}", formula, {kind: promise.total for kind, promise in states.kinds.items()}
     )
 

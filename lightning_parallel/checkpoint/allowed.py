@@ -235,17 +235,17 @@ class _Asking(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("torch", "collections"):
-            return _StandIn
+            return _PickleStandIn
         raise _Asked(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        return _StandIn()
+        return _PickleStandIn()
 
 
-class _StandIn(dict):
+class _PickleStandIn(dict):
     """Takes whatever a pickle gives it."""
 
-    def __new__(cls, *_: Any) -> _StandIn:
+    def __new__(cls, *_: Any) -> _PickleStandIn:
         return super().__new__(cls)
 
     def __init__(self, *_: Any) -> None:

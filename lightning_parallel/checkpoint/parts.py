@@ -28,7 +28,7 @@ _SMALL = 1 << 12  # bytes; of a smaller tensor's file what tells its layout is m
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where the file of one tensor lies: `length` bytes of the file at `path`, from `offset` on."""
 
     path: Path
@@ -70,7 +70,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
+class FilePlaces:
     """Where the chunks of a tensor lie that was written in slices along one dim.
 
     Args:
@@ -83,7 +83,7 @@ class Places:
     shape: tuple[int, ...]
     dim: int
     lengths: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
 
     def read(self, begin: int, end: int) -> Tensor:
         """Elements from `begin` to `end` of the flattened tensor.
@@ -129,10 +129,12 @@ class StoredTensor(Tensor):
     """
 
     @staticmethod
-    def __new__(cls: type[StoredTensor], place: Place | Places, shape: torch.Size, dtype: torch.dtype) -> StoredTensor:
+    def __new__(
+        cls: type[StoredTensor], place: FilePlace | FilePlaces, shape: torch.Size, dtype: torch.dtype
+    ) -> StoredTensor:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
 
-    def __init__(self, place: Place | Places, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, place: FilePlace | FilePlaces, shape: torch.Size, dtype: torch.dtype) -> None:
         """See the class."""
         self.place = place
 
@@ -185,14 +187,14 @@ def stored_tensors(folder: Path, metadata: Metadata) -> Mapping[str, StoredTenso
     return found
 
 
-def _places(folder: Path, metadata: Metadata, name: str, kind: TensorStorageMetadata) -> Place | Places | None:
+def _places(folder: Path, metadata: Metadata, name: str, kind: TensorStorageMetadata) -> FilePlace | FilePlaces | None:
     chunks = sorted(kind.chunks, key=lambda chunk: tuple(chunk.offsets))
     infos = [cast(Any, metadata.storage_data).get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]
     if any(info is None or info.transform_descriptors for info in infos):
         return None
-    places = tuple(Place(folder / info.relative_path, info.offset, info.length) for info in infos)
+    places = tuple(FilePlace(folder / info.relative_path, info.offset, info.length) for info in infos)
     cut = [dim for dim, length in enumerate(kind.size) if any(chunk.sizes[dim] != length for chunk in chunks)]
     if not cut:
         return places[0] if len(places) == 1 else None
     [dim, *more] = cut
-    return None if more else Places(tuple(kind.size), dim, tuple(chunk.sizes[dim] for chunk in chunks), places)
+    return None if more else FilePlaces(tuple(kind.size), dim, tuple(chunk.sizes[dim] for chunk in chunks), places)

@@ -26,7 +26,7 @@ from lightning_parallel.checkpoint.allowed import FolderPlanner, FolderReader
 from lightning_parallel.checkpoint.files import read, save_to_disk, sync, write
 from lightning_parallel.checkpoint.parts import stored_tensors
 from lightning_parallel.checkpoint.room import FolderWriter, room_for, unwrapped_errors
-from lightning_parallel.checkpoint.slices import Slice
+from lightning_parallel.checkpoint.slices import TensorSlice
 
 _META, _NAMES = "meta.pt", "state_dict_names"
 Flat = dict[str, Any]
@@ -46,7 +46,7 @@ def save_sharded(
         names: all keys of the whole model's state dict, in order.
         folder: where it goes; what was there is replaced.
         barrier: waits for all ranks.
-        own: of values by name those that this rank writes, where it has a part as a `Slice`.
+        own: of values by name those that this rank writes, where it has a part as a `TensorSlice`.
 
     Raises:
         OSError: one rank found no room; the folder that was there is as it was.
@@ -88,7 +88,7 @@ def load_sharded(
     wanted: Callable[[str], bool] = lambda name: True,
     weights_only: bool | None = None,
     in_parts: bool = False,
-    room: Callable[[str, TensorStorageMetadata], Slice | None] = lambda name, kind: None,
+    room: Callable[[str, TensorStorageMetadata], TensorSlice | None] = lambda name, kind: None,
 ) -> dict[str, Any]:
     """The checkpoint in a folder with those tensors whose name is wanted; of others `state_dict` has meta tensors.
 
@@ -96,7 +96,7 @@ def load_sharded(
         folder: what `save_sharded` wrote.
         wanted: asked with `state_dict/<key>` and `optimizer/<number>/<parameter>/<field>`.
         weights_only: see `torch.load`; False trusts the folder, which then may run code.
-        room: gives a `Slice` where a part is wanted of the tensor of that name; the part is what is returned.
+        room: gives a `TensorSlice` where a part is wanted of the tensor of that name; the part is what is returned.
         in_parts: leave large tensors where they are; of each only what is used is read, when it is used.
 
     Raises:
@@ -114,7 +114,7 @@ def load_sharded(
     if values:
         with _alone_on_purpose(), _own_errors(folder):
             dcp.load(values, storage_reader=reader, planner=FolderPlanner(folder, weights_only), no_dist=True)
-    values = {name: value.local if isinstance(value, Slice) else value for name, value in values.items()}
+    values = {name: value.local if isinstance(value, TensorSlice) else value for name, value in values.items()}
     values |= {name: value.read() if value.is_small else value for name, value in left.items() if wanted(name)}
     names = rest.pop(_NAMES)
     rest["state_dict"] = {
@@ -171,7 +171,7 @@ def _own_errors(folder: Path) -> Iterator[None]:
 
 
 def _place_for(
-    kind: Any, device: str = "cpu", room: Callable[[TensorStorageMetadata], Slice | None] = lambda kind: None
+    kind: Any, device: str = "cpu", room: Callable[[TensorStorageMetadata], TensorSlice | None] = lambda kind: None
 ) -> Tensor | None:
     """Room for a stored tensor; None for another object."""
     if not isinstance(kind, TensorStorageMetadata):

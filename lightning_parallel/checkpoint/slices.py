@@ -1,4 +1,4 @@
-"""`Slice`: this rank's part of a tensor in a checkpoint's folder, whose other parts other ranks have.
+"""`TensorSlice`: this rank's part of a tensor in a checkpoint's folder, whose other parts other ranks have.
 
 The one idea: torch.distributed.checkpoint stores a tensor in chunks, each with its place in the whole, and fills a
 place from whatever chunks there are. So ranks that write their parts write a whole, and any other number of ranks
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.shares import ShardMap
 
 
-class Slice(Tensor):
+class TensorSlice(Tensor):
     """A part of a tensor, that claims the shape of the whole.
 
     Args:
@@ -33,10 +33,10 @@ class Slice(Tensor):
     """
 
     @staticmethod
-    def __new__(cls: type[Slice], shares: Shares, rank: int, local: Tensor) -> Slice:
+    def __new__(cls: type[TensorSlice], shares: ShardMap, rank: int, local: Tensor) -> TensorSlice:
         return Tensor._make_wrapper_subclass(cls, torch.Size(shares.shape), dtype=local.dtype)
 
-    def __init__(self, shares: Shares, rank: int, local: Tensor) -> None:
+    def __init__(self, shares: ShardMap, rank: int, local: Tensor) -> None:
         """See the class."""
         self.shares, self.rank, self.local = shares, rank, local
 

@@ -66,7 +66,9 @@ def parser() -> LightningArgumentParser:
     _teach_parsers()
     with _as_arguments(["--model", "GPT"]), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Lightning's calls of jsonargparse
-        return _Reader(trainer_class=_Trainer, parser_class=_Parser, run=False, seed_everything_default=False).parser
+        return _ConfigReader(
+            trainer_class=_Trainer, parser_class=_Parser, run=False, seed_everything_default=False
+        ).parser
 
 
 @contextmanager
@@ -121,7 +123,7 @@ class _CLI(LightningCLI):
             sys.exit(2)
 
 
-class _Reader(LightningCLI):
+class _ConfigReader(LightningCLI):
     """LightningCLI that makes nothing of what it has read."""
 
     def instantiate_classes(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 
-class Windows(Dataset[dict[str, Tensor]]):
+class TextWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows of a text: row i is {"input_ids": int64 [context]}, values 0..255."""
 
     def __init__(self, text: Tensor, context: int) -> None:
@@ -43,7 +43,7 @@ class TextDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         text = torch.frombuffer(bytearray(self._read()), dtype=torch.uint8)
         cut = len(text) * 9 // 10
-        self.train, self.validation = Windows(text[:cut], self.context), Windows(text[cut:], self.context)
+        self.train, self.validation = TextWindows(text[:cut], self.context), TextWindows(text[cut:], self.context)
         if not len(self.validation):
             raise ValueError(
                 f"TextDataModule(context={self.context}) got a text of {len(text)} bytes, of which a tenth validates. "

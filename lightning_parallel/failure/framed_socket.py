@@ -12,14 +12,14 @@ import struct
 from contextlib import suppress
 
 from lightning_parallel.failure.messages import LARGEST, LARGEST_PROVEN, Malformed, Message, Status, decode, encode
-from lightning_parallel.handshake import MAC, Session
+from lightning_parallel.handshake import MAC, SessionKeys
 
 _LENGTH = struct.Struct("!I")
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64  # so that nobody keeps the thread by sending on and on
 
 
-class Line:
+class FramedSocket:
     """One connection that sends and receives small messages; ``closed`` once the other side is gone.
 
     Args:
@@ -31,7 +31,7 @@ class Line:
         fault: what the other end sent that is no message, in words; None while all were.
     """
 
-    def __init__(self, connection: socket.socket, session: Session, proven: bool = False) -> None:
+    def __init__(self, connection: socket.socket, session: SessionKeys, proven: bool = False) -> None:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

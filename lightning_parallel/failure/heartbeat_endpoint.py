@@ -1,7 +1,7 @@
 """An end of a line between ranks: what a rank says of itself, and how silence and a lost connection are told apart.
 
 The one idea: a sign of life every second on a connection of its own. What only one end knows (who is there, whether all
-wait for each other) is left to `Hub` and `Spoke` (``heartbeats.py``). Belongs to the watch's thread.
+wait for each other) is left to `Hub` and `HeartbeatClient` (``heartbeats.py``). Belongs to the watch's thread.
 """
 
 import select
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.framed_socket import Line
+from lightning_parallel.failure.framed_socket import FramedSocket
 from lightning_parallel.failure.messages import Malformed, Status, packed, unpacked
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import end_silent, processor_seconds
@@ -24,7 +24,7 @@ _LONGEST_COMPUTING = 10  # a process that computes without a sign of life is giv
 class Peer:
     """The other end of one line."""
 
-    line: Line
+    line: FramedSocket
     status: Status
     heard: float
     told: float = 0.0  # when its status came
@@ -44,8 +44,8 @@ class Peer:
 
 
 @dataclass
-class Party:
-    """What `Hub` and `Spoke` share: peers, the first failure, and the judgement of silence.
+class HeartbeatEndpoint:
+    """What `Hub` and `HeartbeatClient` share: peers, the first failure, and the judgement of silence.
 
     Args:
         own: this rank.

@@ -1,8 +1,9 @@
 """Who is there: rank 0 hears every rank, every rank hears rank 0, so that one that is gone, silent or stuck is found.
 
 The one idea: the end of a connection, a silence, and "everybody waits" are the ways in which a run stops without an
-exception, and one place that hears all ranks can tell all three. `Hub` is that place (rank 0), `Spoke` the other ranks'
-end of it. Both belong to the watch's thread. Left out: what is done about it (``watch.py``).
+exception, and one place that hears all ranks can tell all three. `HeartbeatServer` is that place (rank 0),
+`HeartbeatClient` the other ranks' end of it. Both belong to the watch's thread. Left out: what is done about it
+(``watch.py``).
 """
 
 import logging
@@ -14,10 +15,10 @@ import time
 from torch.distributed import Store
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.framed_socket import Line, listen
-from lightning_parallel.failure.heartbeat_endpoint import Party, Peer
+from lightning_parallel.failure.framed_socket import FramedSocket, listen
+from lightning_parallel.failure.heartbeat_endpoint import HeartbeatEndpoint, Peer
 from lightning_parallel.failure.messages import Status
-from lightning_parallel.handshake import Session, Unproven
+from lightning_parallel.handshake import SessionKeys, Unproven
 from lightning_parallel.handshake import connect as prove
 from lightning_parallel.handshake import listen as have_proven
 from lightning_parallel.secret import SECRET, Secret
@@ -33,10 +34,10 @@ _REMEDY = (
 )
 
 
-class Hub(Party):
+class HeartbeatServer(HeartbeatEndpoint):
     """Rank 0's end: it hears all ranks, knows the first failure and passes it on."""
 
-    def open(self, host: str, store: Store, key: str) -> "Hub":
+    def open(self, host: str, store: Store, key: str) -> "HeartbeatServer":
         """Listen, and say in the store where."""
         token, server = secrets.token_hex(16), listen(host)
         self._key = _key(self.secret, token)
@@ -45,7 +46,7 @@ class Hub(Party):
         store.set(key, f"{host} {server.getsockname()[1]} {token} {kind}")
         return self
 
-    def _greet(self, stream: socket.socket) -> Waits[tuple[socket.socket, Session]]:
+    def _greet(self, stream: socket.socket) -> Waits[tuple[socket.socket, SessionKeys]]:
         """Have whoever connected prove that it knows what ranks of this run do, and is one that is not there yet."""
         session = yield from have_proven(stream, self._key)
         if not 0 < session.number < self.world_size or session.number in self.peers:
@@ -124,12 +125,12 @@ class Hub(Party):
         super()._register(poller)
         self._strangers.register(poller)
 
-    def _admit(self, stream: socket.socket, session: Session) -> None:
+    def _admit(self, stream: socket.socket, session: SessionKeys) -> None:
         """A rank is there: tell it what it missed."""
         if session.number in self.peers:  # two came for it in this very moment
             stream.close()
             return
-        line = Line(stream, session, self.secret is not None)
+        line = FramedSocket(stream, session, self.secret is not None)
         self.peers[session.number] = peer = Peer(line, Status(session.number, None, ("", 0)), self.looked)
         peer.tell("beat", self.own)  # at once, for the case that this rank does not live until the next one
         if self.failure is not None:
@@ -139,10 +140,10 @@ class Hub(Party):
         self._listen_to(peer)
 
 
-class Spoke(Party):
+class HeartbeatClient(HeartbeatEndpoint):
     """Another rank's end: it hears rank 0 alone."""
 
-    def open(self, store: Store, key: str) -> "Spoke":
+    def open(self, store: Store, key: str) -> "HeartbeatClient":
         """Connect to the hub of which the store tells.
 
         Raises:
@@ -157,7 +158,7 @@ class Spoke(Party):
         self.peers[0] = Peer(line, Status(0, None, ("", 0)), time.monotonic())
         return self
 
-    def _connected(self, host: str, port: int, key: bytes) -> Line:
+    def _connected(self, host: str, port: int, key: bytes) -> FramedSocket:
         """A line on which both ends have proven themselves; tried anew where rank 0 had too many to look after."""
         rank, deadline = self.own.rank, time.monotonic() + _CONNECT_S
         while True:
@@ -168,7 +169,7 @@ class Spoke(Party):
             try:
                 stream.setblocking(False)
                 session = drive(stream, prove(stream, key, rank), max(0.1, deadline - time.monotonic()))
-                return Line(stream, session, self.secret is not None)
+                return FramedSocket(stream, session, self.secret is not None)
             except Unproven as error:
                 stream.close()
                 raise ConnectionError(

@@ -13,7 +13,7 @@ from lightning_parallel.failure.patience import Moving
 _COPYING = 0.02  # of a processor: who uses more is at work, who waits uses none
 
 
-class Pulse:
+class MainThreadProgress:
     """For how long the main thread has stood still; asked by one thread, whose own use of the processor is no work.
 
     Args:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from lightning_parallel.errors import Failure, RemoteError, describe
 from lightning_parallel.failure.aborts import Connections
 from lightning_parallel.failure.ending import Ending
-from lightning_parallel.failure.heartbeat_endpoint import ENDED, Party, lost, not_heard_of
-from lightning_parallel.failure.heartbeats import Hub, Spoke
+from lightning_parallel.failure.heartbeat_endpoint import ENDED, HeartbeatEndpoint, lost, not_heard_of
+from lightning_parallel.failure.heartbeats import HeartbeatClient, HeartbeatServer
 from lightning_parallel.failure.last_batch import LastBatch
-from lightning_parallel.failure.main_thread import Pulse
+from lightning_parallel.failure.main_thread import MainThreadProgress
 from lightning_parallel.failure.messages import Status
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.failure.processes import this_process
@@ -62,7 +62,7 @@ class WatchThread:
         self._told: BaseException | None = None  # what this process raises of the run's failure
         self._failed_at = self._leaving_since = self._next_beat = 0.0
         self.last_batch, self._is_asked = LastBatch(), False
-        self._pulse = Pulse(self.patience.blocked_s / 2)
+        self._pulse = MainThreadProgress(self.patience.blocked_s / 2)
         self._ending = Ending(self.patience, exit)
         self._connections = Connections()
         self._ending.add(self._connections.shut)
@@ -70,7 +70,7 @@ class WatchThread:
         self._outbox: list[bytes] = []
         self._parting, self._parted = False, threading.Event()
         self._stopping, self._stopped = False, threading.Event()
-        self._party: Party | None = None
+        self._party: HeartbeatEndpoint | None = None
         if world_size > 1:
             assert store is not None
             self._party = self._open(store, host)
@@ -80,12 +80,12 @@ class WatchThread:
             threading.Thread(target=self._run, name="lightning-parallel-watch", daemon=True).start()
         _live.add(self)
 
-    def _open(self, store: dist.Store, host: str) -> Party:
+    def _open(self, store: dist.Store, host: str) -> HeartbeatEndpoint:
         key = f"watch/{store.add(f'watch/count/{self.rank}', 1)}"
         own = Status(self.rank, self._stage, self._process)
         if self.rank == 0:
-            return Hub(own, self.patience, self.world_size, self.secret).open(host, store, key)
-        return Spoke(own, self.patience, self.world_size, self.secret).open(store, key)
+            return HeartbeatServer(own, self.patience, self.world_size, self.secret).open(host, store, key)
+        return HeartbeatClient(own, self.patience, self.world_size, self.secret).open(store, key)
 
     def _run(self) -> None:
         assert self._party is not None
@@ -125,7 +125,7 @@ class WatchThread:
             self._woken.settimeout(seconds)
             self._woken.recv(4096)
 
-    def _turn(self, party: Party) -> bool:
+    def _turn(self, party: HeartbeatEndpoint) -> bool:
         """One turn of the thread's loop; whether it was the last."""
         now = time.monotonic()
         self._beat(party, now)
@@ -147,7 +147,7 @@ class WatchThread:
         party.poll(_BUSY_S if busy else max(0.0, self._next_beat - now), self._woken)
         return False
 
-    def _beat(self, party: Party, now: float) -> None:
+    def _beat(self, party: HeartbeatEndpoint, now: float) -> None:
         waiting = self.waiting
         still = self._pulse.still(self.progress, waiting, now)
         if now >= self._next_beat:
@@ -161,7 +161,7 @@ class WatchThread:
                 )
             )  # fmt: skip
 
-    def _agree(self, party: Party) -> None:
+    def _agree(self, party: HeartbeatEndpoint) -> None:
         """On the last batch, if a rank was told to end: rank 0 hears all numbers, and tells the greatest."""
         last, others = self.last_batch, [peer.status for peer in party.peers.values()]
         before = last.asked_by, last.last
@@ -180,7 +180,7 @@ class WatchThread:
         if before != (last.asked_by, last.last):
             self._next_beat = 0.0  # at once
 
-    def _judge(self, party: Party, now: float) -> None:
+    def _judge(self, party: HeartbeatEndpoint, now: float) -> None:
         failure, gone = party.judge(now), party.gone()
         if gone is not None and gone.gone_since is not None:
             hint, silent_s = self.lost_hint(gone.status.rank), gone.gone_since - gone.heard
@@ -194,7 +194,7 @@ class WatchThread:
         if failure is not None:
             party.learn(failure, party.packed(failure))
 
-    def _leave(self, party: Party, now: float) -> bool:
+    def _leave(self, party: HeartbeatEndpoint, now: float) -> bool:
         """Say goodbye once; rank 0 then stays for those that have not, until its process ends."""
         if not party.finished:
             party.leave()

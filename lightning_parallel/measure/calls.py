@@ -28,7 +28,7 @@ _NAMES = {
 
 
 @dataclass(eq=False)
-class Call:
+class CommunicationCall:
     """One call.
 
     Attributes:
@@ -53,7 +53,7 @@ class Call:
         return float(self.begin.elapsed_time(self.end) / 1e3)
 
 
-Listener = Callable[[Call], None]
+Listener = Callable[[CommunicationCall], None]
 _listeners: list[Listener] = []
 _before: dict[str, Any] = {}
 _depth = 0
@@ -88,18 +88,18 @@ def _collective(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
     _depth += 1
     try:
         tensor = next((a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)), None)
-        call = Call(_NAMES[name], _group_in(args, kwargs), _size(args, kwargs), _now(tensor))
+        call = CommunicationCall(_NAMES[name], _group_in(args, kwargs), _size(args, kwargs), _now(tensor))
         return _run(call, tensor, partial(function, *args, **kwargs))
     finally:
         _depth -= 1
 
 
 def _transfer(channel: Channel, operation: str, payload: Tensor, start: Callable[[Tensor], Any]) -> Any:
-    call = Call(operation, channel, payload.nbytes, _now(payload))
+    call = CommunicationCall(operation, channel, payload.nbytes, _now(payload))
     return _run(call, payload, partial(start, payload))
 
 
-def _run(call: Call, tensor: Tensor | None, function: Callable[[], Any]) -> Any:
+def _run(call: CommunicationCall, tensor: Tensor | None, function: Callable[[], Any]) -> Any:
     result = function()
     if tensor is not None and tensor.is_cuda:
         call.end = _end_on_device(tensor.device, result)
@@ -134,7 +134,7 @@ def _end_on_device(device: torch.device, work: Any) -> Any:
 class _TimedWork:
     """What an asynchronous call returned; notes when somebody has waited for it."""
 
-    def __init__(self, work: Any, call: Call) -> None:
+    def __init__(self, work: Any, call: CommunicationCall) -> None:
         self._work, self._call = work, call
 
     def wait(self, *args: Any) -> Any:

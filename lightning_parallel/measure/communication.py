@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from lightning_parallel.measure.calls import Call, listen, stop
+from lightning_parallel.measure.calls import CommunicationCall, listen, stop
 
 Key = tuple[str, str, str]  # axis, collective, phase
 
@@ -34,7 +34,7 @@ class CommunicationWatch:
 
     def __init__(self, axis_of: Callable[[Any], str] = lambda group: "data") -> None:
         self.axis_of, self.phase = axis_of, "forward"
-        self._calls: list[tuple[Key, Call]] = []
+        self._calls: list[tuple[Key, CommunicationCall]] = []
 
     def __enter__(self) -> CommunicationWatch:
         listen(self._note)
@@ -50,7 +50,7 @@ class CommunicationWatch:
         calls, self._calls = self._calls, []
         return add_up((key, Moved(1, call.nbytes, call.seconds())) for key, call in calls)
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: CommunicationCall) -> None:
         if call.operation != "recv":  # what one rank receives another has sent
             axis = "pipeline" if call.operation == "send" else self.axis_of(call.place)
             self._calls.append(((axis, call.operation, self.phase), call))

@@ -64,7 +64,7 @@ class Swatch:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LegendEntry:
     """A line of a legend: what a colour means, or two of them, or a text alone."""
 
     label: str
@@ -76,9 +76,9 @@ class Entry:
         return len(self.swatches) * SWATCH + (PAD if self.swatches else 0.0) + text_inches(self.label)
 
 
-def in_lines(entries: Sequence[Entry], width: float) -> list[list[Entry]]:
+def in_lines(entries: Sequence[LegendEntry], width: float) -> list[list[LegendEntry]]:
     """Entries one behind the other, and a new line where the last one is full."""
-    lines: list[list[Entry]] = [[]]
+    lines: list[list[LegendEntry]] = [[]]
     for entry in entries:
         if lines[-1] and line_width([*lines[-1], entry]) > width:
             lines.append([])
@@ -86,12 +86,12 @@ def in_lines(entries: Sequence[Entry], width: float) -> list[list[Entry]]:
     return lines
 
 
-def line_width(entries: Sequence[Entry]) -> float:
+def line_width(entries: Sequence[LegendEntry]) -> float:
     """Inches of a line of a legend."""
     return sum(entry.width for entry in entries) + BETWEEN * (len(entries) - 1)
 
 
-def draw_legend(figure: Figure, lines: Sequence[Sequence[Entry]], top: float) -> None:
+def draw_legend(figure: Figure, lines: Sequence[Sequence[LegendEntry]], top: float) -> None:
     """Write a legend, flush right, ``top`` inches below the upper edge."""
     width, height = figure.get_size_inches()
     for number, entries in enumerate(lines):
@@ -101,7 +101,7 @@ def draw_legend(figure: Figure, lines: Sequence[Sequence[Entry]], top: float) ->
             left += entry.width + BETWEEN
 
 
-def _draw_entry(figure: Figure, entry: Entry, left: float, middle: float) -> None:
+def _draw_entry(figure: Figure, entry: LegendEntry, left: float, middle: float) -> None:
     width, height = figure.get_size_inches()
     for swatch in entry.swatches:
         bottom = middle - SWATCH_HEIGHT / 2

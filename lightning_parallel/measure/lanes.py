@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from lightning_parallel.measure.calls import Call, listen, stop
+from lightning_parallel.measure.calls import CommunicationCall, listen, stop
 from lightning_parallel.pipeline.transport.channel import Channel
 
 TRANSFERS = ("send", "recv")
@@ -49,7 +49,7 @@ class CallLog:
     """
 
     def __init__(self, axis_of: Callable[[Any], str]) -> None:
-        self._axis_of, self._calls = axis_of, list[Call]()
+        self._axis_of, self._calls = axis_of, list[CommunicationCall]()
 
     def __enter__(self) -> CallLog:
         listen(self._calls.append)
@@ -65,7 +65,7 @@ class CallLog:
         named = [(self._axis(call), call) for call in self._calls]
         return [_transfer(axis, call, at) for axis, call in named if axis != "host"]
 
-    def _axis(self, call: Call) -> str:
+    def _axis(self, call: CommunicationCall) -> str:
         return "pipeline" if isinstance(call.place, Channel) else self._axis_of(call.place)
 
 
@@ -87,7 +87,7 @@ def axes_in(lanes: Iterable[Iterable[Transfer]]) -> list[str]:
     return sorted(found, key=lambda axis: (axis != "pipeline", axis))
 
 
-def _transfer(axis: str, call: Call, at: Callable[[Any], float]) -> Transfer:
+def _transfer(axis: str, call: CommunicationCall, at: Callable[[Any], float]) -> Transfer:
     begin = at(call.begin)
     place = call.place
     channel = (place.source, place.target, place.tag) if isinstance(place, Channel) else ()

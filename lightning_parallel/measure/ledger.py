@@ -47,9 +47,9 @@ class Ledger:
         self.live, self.peak, self.at_peak = (dict.fromkeys(MOVING, 0) for _ in range(3))
         self._parameters = [p for p in parameters if p.requires_grad and not isinstance(p, Phantom)]
         self._elsewhere, self._device_type = elsewhere, device_type
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[Key, _KeptStorage] = {}
         self._unbound: list[weakref.ref[_Saved]] = []  # saved Phantoms, whose values come when a block is reached
-        self._events: list[tuple[int, _Kept]] = []  # +1 where a storage was first saved, -1 where it was let go
+        self._events: list[tuple[int, _KeptStorage]] = []  # +1 where a storage was first saved, -1 where it was let go
         self._gradients: dict[Key, weakref.ref[torch.UntypedStorage]] = {}
         self._hooks = saved_tensors_hooks(partial(_Saved, self), _restore) if activations else None
         self._handles: list[RemovableHandle] = []
@@ -126,7 +126,7 @@ class Ledger:
         key = key_of(storage)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = _Kept(storage.nbytes(), by_forward=not _in_backward())
+            kept = self._kept[key] = _KeptStorage(storage.nbytes(), by_forward=not _in_backward())
             self._events.append((1, kept))
             self._add("activations", kept.nbytes)
         kept.uses += 1
@@ -164,7 +164,7 @@ class Ledger:
 
 
 @dataclass
-class _Kept:
+class _KeptStorage:
     """A storage that autograd keeps, who saved it, and whether a backward has used it."""
 
     nbytes: int

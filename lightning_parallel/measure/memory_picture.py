@@ -17,7 +17,7 @@ from lightning_parallel.measure.drawing import (
     LEGEND_LINE,
     MARGIN,
     TITLE_FONT,
-    Entry,
+    LegendEntry,
     Swatch,
     draw_legend,
     in_lines,
@@ -56,9 +56,9 @@ def memory_figure(reading: MemoryReading, dpi: int = 150) -> Figure:
     labels, notes = zip(*((_label(reading, rank), _note(reading, rank)) for rank in reading.in_order), strict=True)
     left, right = (MARGIN + NOTE_GAP + max(map(text_inches, texts)) for texts in (labels, notes))
     kinds = [kind for kind in CATEGORIES if any(memory.at_peak[kind] for memory in reading.ranks.values())]
-    entries = [Entry(kind, (Swatch(MEMORY[kind]),)) for kind in kinds]
+    entries = [LegendEntry(kind, (Swatch(MEMORY[kind]),)) for kind in kinds]
     if len({memory.peak_bytes for memory in reading.ranks.values()}) > 1:
-        entries += [Entry("room up to the fullest rank", (Swatch(IDLE),))]
+        entries += [LegendEntry("room up to the fullest rank", (Swatch(IDLE),))]
     legend = in_lines(entries, left + WIDTH - MARGIN)
     top = TOP + LEGEND_LINE * len(legend) + TITLE
     width, height = left + WIDTH + right, top + ROW_HEIGHT * len(labels) + BOTTOM

@@ -19,7 +19,7 @@ STATES = ("parameters", "gradients", "optimizer")  # what ZeRO divides
 MOVING = ("gradients", "activations", "other")  # whose peak may differ from what is there at the step's end
 
 
-class Promise(NamedTuple):
+class ExpectedActivations(NamedTuple):
     """What a schedule says of a rank: its row, the micro-batches of a step, and the most activations held at a time."""
 
     row: int
@@ -27,18 +27,18 @@ class Promise(NamedTuple):
     activations: float
 
     @classmethod
-    def of(cls, schedule: Schedule, row: int) -> Promise:
+    def of(cls, schedule: Schedule, row: int) -> ExpectedActivations:
         """What the schedule says of one of its rows.
 
         Example:
             >>> from lightning_parallel.pipeline.schedules import make
-            >>> Promise.of(make("1f1b", num_ranks=4, num_microbatches=8), row=1)
-            Promise(row=1, microbatches=8, activations=3)
+            >>> ExpectedActivations.of(make("1f1b", num_ranks=4, num_microbatches=8), row=1)
+            ExpectedActivations(row=1, microbatches=8, activations=3)
         """
         return cls(row, schedule.num_microbatches, peak_activations(schedule)[row])
 
 
-class StatesPromise(NamedTuple):
+class ExpectedStates(NamedTuple):
     """What a stage of ZeRO says of a rank: its name, bytes by kind by the formula, and with padding and the like."""
 
     name: str
@@ -61,8 +61,8 @@ class MemoryReading:
     step: int
     ranks: Mapping[int, RankMemory]
     schedule: Schedule | None = None
-    promises: Mapping[int, Promise] = field(default_factory=dict)
-    states: Mapping[int, StatesPromise] = field(default_factory=dict)
+    promises: Mapping[int, ExpectedActivations] = field(default_factory=dict)
+    states: Mapping[int, ExpectedStates] = field(default_factory=dict)
 
     @property
     def fullest(self) -> int:

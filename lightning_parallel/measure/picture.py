@@ -19,7 +19,7 @@ from lightning_parallel.measure.drawing import (
     LEGEND_LINE,
     MARGIN,
     TITLE_FONT,
-    Entry,
+    LegendEntry,
     Swatch,
     draw_legend,
     in_lines,
@@ -312,16 +312,16 @@ def _draw_row(axes: Axes, row: float, spans: Sequence[Span], factor: float, shad
             axes.text(left + width / 2, row + 0.5, text, fontsize=size, color=ink_on(fill), **place)
 
 
-def _legend(panels: Sequence[Panel], shading: _Shading, colours: Mapping[str, str]) -> list[Entry]:
+def _legend(panels: Sequence[Panel], shading: _Shading, colours: Mapping[str, str]) -> list[LegendEntry]:
     kinds = {span.kind for panel in panels for row in panel.rows for span in row}
     entries = [
-        Entry(f"{kind}  {NAMES[kind]}", tuple(map(Swatch, dict.fromkeys(shades[: shading.count]))))
+        LegendEntry(f"{kind}  {NAMES[kind]}", tuple(map(Swatch, dict.fromkeys(shades[: shading.count]))))
         for kind, shades in ACTIONS.items()
         if kind in kinds
     ]
-    entries += [Entry(shading.words)] if shading.words else []
+    entries += [LegendEntry(shading.words)] if shading.words else []
     middle = (1 - THIN * 2) / 2
-    entries += [Entry("waits for a value", (Swatch(LINE, middle, 1 - middle, IDLE),))] if "recv" in kinds else []
-    entries += [Entry("sends", (Swatch(LINE, 0.0, THIN * 2),))] if "send" in kinds else []
-    entries += [Entry("idle", (Swatch(IDLE),))]
-    return entries + [Entry(f"{axis} axis", (Swatch(colour),)) for axis, colour in colours.items()]
+    entries += [LegendEntry("waits for a value", (Swatch(LINE, middle, 1 - middle, IDLE),))] if "recv" in kinds else []
+    entries += [LegendEntry("sends", (Swatch(LINE, 0.0, THIN * 2),))] if "send" in kinds else []
+    entries += [LegendEntry("idle", (Swatch(IDLE),))]
+    return entries + [LegendEntry(f"{axis} axis", (Swatch(colour),)) for axis, colour in colours.items()]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.operators import sum_over_ranks
-from lightning_parallel.parallel.styles import Part
+from lightning_parallel.parallel.styles import CutPart
 
 
 def refuse_attention(module: nn.MultiheadAttention, name: str, size: int) -> None:
@@ -44,7 +44,7 @@ def can_share_heads(module: nn.MultiheadAttention) -> bool:
 class Heads:
     """The forward of `nn.MultiheadAttention` with num_heads / ranks heads."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
 
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,

@@ -15,60 +15,64 @@ from torch import nn
 from lightning_parallel.parallel.attention_extras import SINKS
 from lightning_parallel.parallel.auto import Style
 from lightning_parallel.parallel.experts import GATES_BIAS, layout_of
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.shares import ShardMap
 from lightning_parallel.parallel.styles import is_conv1d
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterCut:
     """How one parameter of a module is cut."""
 
     leaf: str
-    shares: Shares
+    shares: ShardMap
 
 
-def cuts_of(module: Any, style: Style, size: int) -> list[Cut]:
+def cuts_of(module: Any, style: Style, size: int) -> list[ParameterCut]:
     """How the parameters of a module in that style are cut; those that are not named stay whole."""
     out_dim = 1 if is_conv1d(module) else 0
     if style.kind in ("colwise", "keys", "fused", "head"):
         weight = _shares(module.weight.shape, out_dim, style, size)
         return [
-            Cut("weight", weight),
-            *([] if module.bias is None else [Cut("bias", _shares(module.bias.shape, 0, style, size))]),
+            ParameterCut("weight", weight),
+            *([] if module.bias is None else [ParameterCut("bias", _shares(module.bias.shape, 0, style, size))]),
         ]
     if style.kind == "rowwise":
-        return [Cut("weight", _shares(module.weight.shape, 1 - out_dim, style, size))]
+        return [ParameterCut("weight", _shares(module.weight.shape, 1 - out_dim, style, size))]
     if style.kind in ("vocab", "features"):
-        return [Cut("weight", _shares(module.weight.shape, int(style.kind == "features"), style, size))]
+        return [ParameterCut("weight", _shares(module.weight.shape, int(style.kind == "features"), style, size))]
     if style.kind == "experts":
         return _cuts_of_experts(module, style, size)
     if style.kind == "sinks":
-        return [Cut(SINKS, _shares(module.sinks.shape, 0, style, size))]
+        return [ParameterCut(SINKS, _shares(module.sinks.shape, 0, style, size))]
     if style.kind == "heads":
         names = ["in_proj_weight", *(["in_proj_bias"] if module.in_proj_bias is not None else [])]
-        return [Cut(name, _shares(getattr(module, name).shape, 0, Style("heads", 3), size)) for name in names]
+        return [ParameterCut(name, _shares(getattr(module, name).shape, 0, Style("heads", 3), size)) for name in names]
     return []
 
 
-def _cuts_of_experts(module: Any, style: Style, size: int) -> list[Cut]:
+def _cuts_of_experts(module: Any, style: Style, size: int) -> list[ParameterCut]:
     layout = layout_of(module)
     assert layout is not None
     pairs = style if layout.interleaved else Style("experts", 2)
     gates_dim, down_dim = (2, 1) if layout.transposed else (1, 2)
     cuts = [
-        Cut("gate_up_proj", _shares(module.gate_up_proj.shape, gates_dim, pairs, size)),
-        Cut("down_proj", _shares(module.down_proj.shape, down_dim, style, size)),
+        ParameterCut("gate_up_proj", _shares(module.gate_up_proj.shape, gates_dim, pairs, size)),
+        ParameterCut("down_proj", _shares(module.down_proj.shape, down_dim, style, size)),
     ]
-    return [*cuts, Cut(GATES_BIAS, _shares(module.gate_up_proj_bias.shape, 1, pairs, size))] if layout.biases else cuts
+    return (
+        [*cuts, ParameterCut(GATES_BIAS, _shares(module.gate_up_proj_bias.shape, 1, pairs, size))]
+        if layout.biases
+        else cuts
+    )
 
 
-def find_shares(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, Shares]:
+def find_shares(model: nn.Module, styles: Mapping[str, Style], size: int) -> dict[str, ShardMap]:
     """How every parameter that is cut lies over so many ranks, by each of its names.
 
     Raises:
         ValueError: modules that share a parameter do not cut it alike.
     """
-    cut: dict[int, tuple[str, Shares]] = {}
+    cut: dict[int, tuple[str, ShardMap]] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
         for one in cuts_of(module, style, size):
@@ -82,7 +86,7 @@ def find_shares(model: nn.Module, styles: Mapping[str, Style], size: int) -> dic
 
 
 def _refuse_ties(
-    model: nn.Module, styles: Mapping[str, Style], size: int, cut: Mapping[int, tuple[str, Shares]]
+    model: nn.Module, styles: Mapping[str, Style], size: int, cut: Mapping[int, tuple[str, ShardMap]]
 ) -> None:
     """A parameter that is cut in one module cannot be whole in another."""
     for name, module in model.named_modules():
@@ -101,5 +105,5 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def _shares(shape: Sequence[int], dim: int, style: Style, size: int) -> Shares:
-    return Shares(tuple(shape), dim, style.lengths(shape[dim]), size)
+def _shares(shape: Sequence[int], dim: int, style: Style, size: int) -> ShardMap:
+    return ShardMap(tuple(shape), dim, style.lengths(shape[dim]), size)

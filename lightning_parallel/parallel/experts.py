@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_parallel.parallel.operators import sum_over_ranks
-from lightning_parallel.parallel.styles import Part
+from lightning_parallel.parallel.styles import CutPart
 
 _GATES, _DOWN = "gate_up_proj", "down_proj"
 GATES_BIAS, DOWN_BIAS = f"{_GATES}_bias", f"{_DOWN}_bias"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How a module keeps its experts.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
     biases: bool
 
 
-def layout_of(module: nn.Module) -> Layout | None:
+def layout_of(module: nn.Module) -> ExpertLayout | None:
     """How a module keeps experts, if it does and has no other parameters. Whether gates are interleaved is what it says
     itself (`is_concatenated`); where it does not, those with biases are."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -53,7 +53,7 @@ def layout_of(module: nn.Module) -> Layout | None:
         gates = (count, features, 2 * inner) if transposed else (count, 2 * inner, features)
         of_biases = ((count, 2 * inner), (count, features)) if biases else (None, None)
         if (shapes[_GATES], shapes.get(GATES_BIAS), shapes.get(DOWN_BIAS)) == (gates, *of_biases):
-            return Layout(inner, transposed, not getattr(module, "is_concatenated", not biases), biases)
+            return ExpertLayout(inner, transposed, not getattr(module, "is_concatenated", not biases), biases)
     return None
 
 
@@ -68,7 +68,7 @@ def shared_width(module: nn.Module, size: int) -> dict[str, int]:
 class Experts:
     """Experts with this rank's inner features."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As theirs; rows and weights of the router are copied to the ranks."""

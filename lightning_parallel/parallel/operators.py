@@ -46,7 +46,7 @@ class _SumOverRanks(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherDim(torch.autograd.Function):
     """All-gather along a dim, of which `kept` is wanted; the gradients of all ranks are the same, or are summed."""
 
     @staticmethod
@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
         return own.contiguous(), None, None, None, None
 
 
-class _Slice(torch.autograd.Function):
+class _SliceDim(torch.autograd.Function):
     """This rank's part along a dim: of what all ranks hold, or of the sum of what they hold."""
 
     @staticmethod
@@ -103,12 +103,12 @@ def sum_over_ranks(x: Tensor, axis: TensorAxis) -> Tensor:
 
 def gather_features(x: Tensor, axis: TensorAxis, features: int) -> Tensor:
     """The ranks' `x` [.., k] side by side: [.., features], where the last ranks' `x` may be padded."""
-    return _Gather.apply(x, axis, x.dim() - 1, features, False)
+    return _GatherDim.apply(x, axis, x.dim() - 1, features, False)
 
 
 def gather_rows(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """The ranks' slices [.., k, ..] as a whole; a gradient is the sum of the ranks', of which each gets its slice's."""
-    return _Gather.apply(x, axis, dim, x.shape[dim] * axis.size, True)
+    return _GatherDim.apply(x, axis, dim, x.shape[dim] * axis.size, True)
 
 
 def count_once(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -118,14 +118,14 @@ def count_once(x: Tensor, axis: TensorAxis) -> Tensor:
 
 def join_slices(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """The ranks' slices [.., k, ..] as a whole, with which all ranks compute the same."""
-    return _Gather.apply(x, axis, dim, x.shape[dim] * axis.size, False)
+    return _GatherDim.apply(x, axis, dim, x.shape[dim] * axis.size, False)
 
 
 def slice_rows(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """This rank's slice of what all ranks hold."""
-    return _Slice.apply(x, axis, dim, False)
+    return _SliceDim.apply(x, axis, dim, False)
 
 
 def scatter_sums(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """This rank's slice of the sum of the ranks' `x`."""
-    return _Slice.apply(x, axis, dim, True)
+    return _SliceDim.apply(x, axis, dim, True)

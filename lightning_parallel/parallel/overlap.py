@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from lightning_parallel.parallel.axis import Sum, TensorAxis
 
 
-class _Wait(torch.autograd.Function):
+class _AwaitGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, coming: Coming) -> Tensor:
         ctx.coming = coming
@@ -100,7 +100,7 @@ class Coming:
 
     def behind(self, x: Tensor) -> Tensor:
         """`x`, whose gradient is waited for."""
-        return _Wait.apply(x, self)
+        return _AwaitGradient.apply(x, self)
 
     def in_front(self, x: Tensor) -> Tensor:
         """`x` copied to the ranks."""

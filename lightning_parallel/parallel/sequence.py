@@ -29,13 +29,13 @@ from lightning_parallel.parallel.check import Check
 from lightning_parallel.parallel.classes import become
 from lightning_parallel.parallel.operators import count_once, join_slices, slice_rows
 from lightning_parallel.parallel.region import Region
-from lightning_parallel.parallel.styles import SEQUENCE_DIM, Part
+from lightning_parallel.parallel.styles import SEQUENCE_DIM, CutPart
 
 
 class SequenceBlock:
     """A block that works on slices; `_tensor_block` says what it knows of the chain."""
 
-    _tensor_block: Ends
+    _tensor_block: ChainEnds
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ends = self._tensor_block
@@ -51,7 +51,7 @@ class WholePositions:
     """A module in a block on slices whose ranks all compute the same of all positions, which a norm has gathered, with
     the same random numbers."""
 
-    _tensor_whole: Part
+    _tensor_whole: CutPart
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region = self._tensor_whole.region
@@ -66,7 +66,7 @@ class WholePositions:
         return _with_first(super().__call__(*args, **kwargs), own)  # type: ignore[misc]
 
 
-class Ends:
+class ChainEnds:
     """What a block knows of the chain.
 
     Args:
@@ -75,10 +75,10 @@ class Ends:
         check: of its first call, or None.
     """
 
-    def __init__(self, part: Part, first: bool, last: bool, check: Check | None = None) -> None:
+    def __init__(self, part: CutPart, first: bool, last: bool, check: Check | None = None) -> None:
         self.part, self.first, self.last, self.check = part, first, last, check
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ends:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChainEnds:
         return self
 
     def run(self, call: Any, args: Any, kwargs: Any, training: bool) -> Any:
@@ -200,10 +200,12 @@ def slice_sequences(
         first: the first one's number, for its random numbers.
     """
     for number, name in enumerate(blocks):
-        ends = Ends(Part(name, region, first + number), number == 0, number == len(blocks) - 1, checks.get(name))
+        ends = ChainEnds(
+            CutPart(name, region, first + number), number == 0, number == len(blocks) - 1, checks.get(name)
+        )
         become(model.get_submodule(name), SequenceBlock, ends)
     for name in wholes:
-        become(model.get_submodule(name), WholePositions, Part(name, region, 0))
+        become(model.get_submodule(name), WholePositions, CutPart(name, region, 0))
 
 
 def _chain(model: nn.Module, styles: Mapping[str, Style]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 
 @dataclass(frozen=True)
-class Shares:
+class ShardMap:
     """A parameter's parts.
 
     Args:
@@ -27,7 +27,7 @@ class Shares:
         size: number of ranks.
 
     Example:
-        >>> Shares((6, 2), 0, (4, 2), 2).cut(torch.arange(12).view(6, 2), 1)[:, 0].tolist()
+        >>> ShardMap((6, 2), 0, (4, 2), 2).cut(torch.arange(12).view(6, 2), 1)[:, 0].tolist()
         [4, 6, 10]
     """
 

@@ -39,7 +39,7 @@ SEQUENCE_DIM = 1  # of hidden states [rows, positions, features]
 
 
 @dataclass(eq=False)
-class Part:
+class CutPart:
     """What a cut module knows.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part:
     apart: bool = False
     sliced: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
         return self
 
 
@@ -87,7 +87,7 @@ def product(module: Any, x: Tensor) -> Tensor:
 class Colwise:
     """A linear module with this rank's output features."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
@@ -100,7 +100,7 @@ class Colwise:
         return super().forward(part.region.copied(x))  # type: ignore[misc]
 
 
-class Keys(Colwise):
+class GatheredKeys(Colwise):
     """A linear module that makes fewer heads than ranks: their features are gathered, and each rank takes a head."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Keys(Colwise):
 
 
 class Fused(Colwise):
-    """A linear module that makes query, key and value, of keys fewer heads than ranks: see `Keys`."""
+    """A linear module that makes query, key and value, of keys fewer heads than ranks: see `GatheredKeys`."""
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
@@ -123,7 +123,7 @@ class Fused(Colwise):
 class Rowwise:
     """A linear module with this rank's input features; the bias is added once, to the sum."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Head(Colwise):
 class VocabEmbedding:
     """An embedding with this rank's rows of the table."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
     weight: Tensor
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class VocabEmbedding:
 class JointNorm:
     """A norm of this rank's heads together with those of all others: whatever it computes, of all features."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
 
     def forward(self, x: Tensor) -> Tensor:
         part, features = self._tensor_part, x.shape[-1]
@@ -185,7 +185,7 @@ class SequenceNorm:
     """A norm on a slice of the sequence, whose output every rank needs whole, unless it comes right behind a row-wise
     product: then what follows is the sum with the residual, in slices."""
 
-    _tensor_part: Part
+    _tensor_part: CutPart
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._tensor_part
@@ -198,7 +198,7 @@ class SequenceNorm:
 class Scope:
     """A module that holds column-wise ones: what they share is forgotten when it returns."""
 
-    _tensor_scope: Part
+    _tensor_scope: CutPart
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = _scope_of(self)
@@ -226,9 +226,9 @@ class Checked:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def _scope_of(module: Any) -> Part | None:
+def _scope_of(module: Any) -> CutPart | None:
     """What a scope knows. A slice of an `nn.Sequential`, a new one of its class, finds it in a module inside."""
-    known: Part | None = module.__dict__.get("_tensor_scope")
+    known: CutPart | None = module.__dict__.get("_tensor_scope")
     if known is not None:
         return known
     return next((inner._tensor_part for inner in module.modules() if "_tensor_part" in inner.__dict__), None)
@@ -257,7 +257,7 @@ def _refuse_width(module: Any, x: Tensor, kind: str) -> None:
     )
 
 
-def _explain(error: RuntimeError, part: Part) -> None:
+def _explain(error: RuntimeError, part: CutPart) -> None:
     """Most such modules fail because they take sizes from where tensor parallelism cannot change them."""
     if "shape" in str(error) or "size" in str(error):
         error.add_note(
@@ -269,6 +269,6 @@ def _explain(error: RuntimeError, part: Part) -> None:
 
 
 STYLES: dict[str, type] = {
-    "colwise": Colwise, "keys": Keys, "fused": Fused, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
+    "colwise": Colwise, "keys": GatheredKeys, "fused": Fused, "rowwise": Rowwise, "vocab": VocabEmbedding, "head": Head,
     "sequence": SequenceNorm, "joint": JointNorm,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from lightning_parallel.parallel.heads import groups_of, shared_heads
 from lightning_parallel.parallel.plan import Plan, owners, resolve
 from lightning_parallel.parallel.region import Region
 from lightning_parallel.parallel.sequence import add_sequence_styles, lies_in, refuse_outside, slice_sequences
-from lightning_parallel.parallel.styles import STYLES, Checked, Part, Scope
+from lightning_parallel.parallel.styles import STYLES, Checked, CutPart, Scope
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.parallel.widths import own_widths
 from lightning_parallel.pipeline.gradients.buckets import buckets, views
@@ -176,9 +176,9 @@ class TensorParallel(Uncut):
                     found[name] |= groups_of(module, style.copies)
         return found
 
-    def _part_of(self, name: str, style: Style, number: int) -> Part:
+    def _part_of(self, name: str, style: Style, number: int) -> CutPart:
         """What a module knows of this rank's part of it."""
-        part = Part(name, self._region, number, sliced=lies_in(name, self.blocks, self._routed))
+        part = CutPart(name, self._region, number, sliced=lies_in(name, self.blocks, self._routed))
         if style.kind == "head":
             [part.features] = self.shares[f"{name}.weight"].segments
             part.begin, part.apart = self.shares[f"{name}.weight"].span(self.axis.rank)[0], self._loss_parallel
@@ -218,7 +218,7 @@ class TensorParallel(Uncut):
             module = self.model.get_submodule(name)
             self._change(module, **heads)
             if name:
-                become(module, Scope, Part(name, self._region, number))
+                become(module, Scope, CutPart(name, self._region, number))
 
     def _check_first_calls(self) -> None:
         """Of each kind of module that holds a whole pair, the first one that this rank has."""

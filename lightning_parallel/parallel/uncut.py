@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.shares import ShardMap
 
 
 class Uncut:
     """Every rank of the tensor axis, of which there is one, holds parameters whole."""
 
-    shares: Mapping[str, Shares] = {}  # of every parameter that is cut, by each of its names
+    shares: Mapping[str, ShardMap] = {}  # of every parameter that is cut, by each of its names
     summed: Collection[nn.Parameter] = ()  # whose gradients are sums over the axis, to be made after backwards
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

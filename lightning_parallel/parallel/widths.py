@@ -11,11 +11,13 @@ from typing import Any
 from lightning_parallel.parallel.auto import Style
 from lightning_parallel.parallel.axis import TensorAxis
 from lightning_parallel.parallel.experts import shared_width
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.parallel.shares import ShardMap
 from lightning_parallel.parallel.styles import is_conv1d
 
 
-def own_widths(name: str, module: Any, style: Style, shares: Mapping[str, Shares], axis: TensorAxis) -> dict[str, Any]:
+def own_widths(
+    name: str, module: Any, style: Style, shares: Mapping[str, ShardMap], axis: TensorAxis
+) -> dict[str, Any]:
     """What the attributes of a module that is to be cut are on this rank.
 
     Args:

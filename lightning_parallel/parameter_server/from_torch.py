@@ -131,7 +131,7 @@ class Rates:
 
 
 @dataclass
-class Held:
+class ServedOptimizer:
     """Sees to it that an optimizer goes on to update what the servers hold, no more and no less.
 
     Args:

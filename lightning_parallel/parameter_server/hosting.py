@@ -29,7 +29,7 @@ from lightning_parallel.parameter_server.rules import Rules
 from lightning_parallel.parameter_server.server.chain import MANAGER
 from lightning_parallel.parameter_server.server.history import Range
 from lightning_parallel.parameter_server.serving import Came, Seen, serve
-from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.keys import CurveKeys
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 from lightning_parallel.parameter_server.worker.client import Client
 from lightning_parallel.ports import ReservedPort
@@ -199,7 +199,7 @@ class Hosting:
 
 
 def host(
-    beginning: Beginning, address: str = "", keys: Keys | None = None, far: Mapping[int, Far] | None = None
+    beginning: Beginning, address: str = "", keys: CurveKeys | None = None, far: Mapping[int, Far] | None = None
 ) -> Hosting:
     """Start a manager, and servers that hold the given ranges.
 

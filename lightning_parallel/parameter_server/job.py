@@ -25,9 +25,9 @@ from lightning_parallel.parameter_server.server.server import Server
 from lightning_parallel.parameter_server.server.storage import Storage
 from lightning_parallel.parameter_server.transport.board import Board, Boards, has_boards
 from lightning_parallel.parameter_server.transport.errands import Coordination, Helping
-from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.keys import CurveKeys
 from lightning_parallel.parameter_server.transport.link import QUEUE
-from lightning_parallel.parameter_server.transport.session import Session
+from lightning_parallel.parameter_server.transport.session import WorkerSession
 from lightning_parallel.parameter_server.transport.shared_files import say_no_room
 from lightning_parallel.parameter_server.transport.slab import Slab
 from lightning_parallel.parameter_server.transport.zeromq import Node, endpoint_in
@@ -61,7 +61,7 @@ class Job:
     host: str = ""
     manager: str = ""
     slab_bytes: int = 0
-    keys: Keys | None = None
+    keys: CurveKeys | None = None
     shared: Path | None = None
 
     def node(self, machine: Manager | Server | Client | Caller, endpoint: str = "", slab: Slab | None = None) -> Node:
@@ -100,12 +100,12 @@ class Job:
             say_no_room(error)
             return None
 
-    def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> Session:
+    def join(self, name: str, filters: Filters | None = None, timeout: float = 120.0) -> WorkerSession:
         """A worker's session; call ``start`` on it."""
         client = Client(f"{name}.{secrets.token_hex(4)}", name, self.rules, self.token, filters=filters)
         if self.has_boards:
             client.look = Boards(self.shared or self.folder, self.rules.layout, self.rules.lease).look
-        return Session(self.node(client, slab=self.slab(client.address)), timeout)
+        return WorkerSession(self.node(client, slab=self.slab(client.address)), timeout)
 
     def coordinate(self, name: str = "coordinator", timeout: float = 120.0) -> Coordination:
         """A coordinator's end of the job; call ``start`` on it."""

@@ -20,7 +20,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from lightning_parallel.parameter_server.job import Job
 from lightning_parallel.parameter_server.rules import Rules
 from lightning_parallel.parameter_server.server.chain import MANAGER
-from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.keys import CurveKeys
 from lightning_parallel.parameter_server.transport.memory import keep_freed_memory
 from lightning_parallel.parameter_server.transport.shared_files import in_memory, make_folder, remove, sweep
 from lightning_parallel.parameter_server.transport.zeromq import endpoint_in
@@ -79,7 +79,7 @@ def launch(
     slab_bytes: int = 0,
     log: Path | None = None,
     colocated: bool = False,
-    keys: Keys | None = None,
+    keys: CurveKeys | None = None,
 ) -> Launch:
     """Start a job's manager and servers.
 
@@ -98,7 +98,7 @@ def launch(
     folder, lock = make_folder()
     manager = f"tcp://{host}:{port}" if host else endpoint_in(folder, MANAGER)
     if keys is None and host and not host.startswith("127.") and host != "localhost":
-        keys = Keys.make()
+        keys = CurveKeys.make()
     number, token = secrets.randbits(63), secrets.token_hex(16)
     memory = None if host else in_memory(folder.name)
     shared = None if memory is None else memory[0]

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from lightning_parallel.pipeline.schedule import Action, Schedule
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A value that leaves a row: made by ``producer``, used by ``consumer`` on another row."""
 
     producer: Action
     consumer: Action
 
 
-class Channel(NamedTuple):
+class Route(NamedTuple):
     """Messages of one channel keep their order: activations (forward) and gradients (backward) have one each."""
 
     source: int
@@ -33,18 +33,18 @@ class Channel(NamedTuple):
     direction: str
 
 
-def messages_in(schedule: Schedule, action: Action) -> Iterator[tuple[Channel, Message]]:
+def messages_in(schedule: Schedule, action: Action) -> Iterator[tuple[Route, StageMessage]]:
     """What ``action`` receives from other rows, in the order of the schedule's edges."""
     row = schedule.row_of(action)
     direction = "forward" if action.kind == "F" else "backward"
     for producer in dependencies.sources(schedule, action):
         if schedule.row_of(producer) != row:
-            yield Channel(schedule.row_of(producer), row, direction), Message(producer, action)
+            yield Route(schedule.row_of(producer), row, direction), StageMessage(producer, action)
 
 
-def messages_out(schedule: Schedule) -> dict[Action, list[tuple[Channel, Message]]]:
+def messages_out(schedule: Schedule) -> dict[Action, list[tuple[Route, StageMessage]]]:
     """What each action (looked up by ``action.key``) sends to other rows, in the order in which it sends."""
-    out: dict[Action, list[tuple[Channel, Message]]] = defaultdict(list)
+    out: dict[Action, list[tuple[Route, StageMessage]]] = defaultdict(list)
     for step in schedule.order:
         for channel, message in messages_in(schedule, step.action):
             out[message.producer].append((channel, message))
@@ -59,8 +59,8 @@ def check_fifo(schedule: Schedule) -> None:
     Raises:
         ValueError: naming the channel and the first two values that pass each other.
     """
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    used: dict[Channel, list[Message]] = defaultdict(list)
+    sent: dict[Route, list[StageMessage]] = defaultdict(list)
+    used: dict[Route, list[StageMessage]] = defaultdict(list)
     out = messages_out(schedule)
     for line in schedule.actions:
         for action in line:
@@ -111,7 +111,7 @@ def check_deadlock(schedule: Schedule, receive_ahead: int = 2) -> None:
     """
     out = messages_out(schedule)
     heads = [0] * schedule.num_ranks  # actions run, so that a row's posted receives reach heads + receive_ahead
-    sending: list[list[tuple[Channel, Message]]] = [[] for _ in schedule.actions]
+    sending: list[list[tuple[Route, StageMessage]]] = [[] for _ in schedule.actions]
     progress = True
     while progress:
         progress = False
@@ -150,9 +150,9 @@ def receive_ahead_needed(schedule: Schedule) -> int:
 
 def _posted(
     schedule: Schedule,
-    message: Message,
+    message: StageMessage,
     heads: list[int],
-    sending: list[list[tuple[Channel, Message]]],
+    sending: list[list[tuple[Route, StageMessage]]],
     receive_ahead: int,
 ) -> bool:
     row, at = schedule.location[message.consumer.key]
@@ -163,7 +163,7 @@ def _posted(
 
 
 def _deadlock(
-    schedule: Schedule, heads: list[int], sending: list[list[tuple[Channel, Message]]], receive_ahead: int
+    schedule: Schedule, heads: list[int], sending: list[list[tuple[Route, StageMessage]]], receive_ahead: int
 ) -> str:
     waits = []
     for row, line in enumerate(schedule.actions):

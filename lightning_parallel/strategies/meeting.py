@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import Line, first_of
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import (
+    RunCoordinatorClient,
+    first_of,
+)
 from lightning_parallel.parameter_server.trainer.shared_values import combined
 from lightning_parallel.strategies.base import MeshStrategy
 
@@ -32,9 +35,9 @@ _IN_STEP = {
 class MeetingStrategy(MeshStrategy):
     """A strategy whose ranks see different rows and have a line to a hub each."""
 
-    _line: Line | None = None
+    _line: RunCoordinatorClient | None = None
 
-    def open_line(self, line: Line) -> None:
+    def open_line(self, line: RunCoordinatorClient) -> None:
         """Called by the launcher in a worker's process, before anything else."""
         self._line = line
 

@@ -26,7 +26,7 @@ from lightning_parallel.pipeline.batch_norm.microbatch_norm import DeferredBatch
 from lightning_parallel.pipeline.batch_norm.whole_batch_norm import WholeBatchNorm
 from lightning_parallel.pipeline.parameters.deferred_init import without_memory
 from lightning_parallel.pipeline.partition.layout import Partition
-from lightning_parallel.pipeline.runtime.stats import PipelineStats
+from lightning_parallel.pipeline.runtime.stats import PipelineRecorder
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stage.cut import Recompute
 from lightning_parallel.pipeline.stage.random_streams import share_generators
@@ -43,7 +43,7 @@ from lightning_parallel.trainer.state.prediction_writers import hold_writers, le
 from lightning_parallel.trainer.state.weight_callbacks import cut_copies, refuse_sharded
 from lightning_parallel.trainer.step.log_spreader import LogSpreader
 from lightning_parallel.trainer.step.loss_scale import LossScale
-from lightning_parallel.trainer.step.repeated_calls import Repeats
+from lightning_parallel.trainer.step.repeated_calls import RepeatedCalls
 from lightning_parallel.trainer.step.two_directions import Directions
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class PipelineStrategy(PipelineBuilding):
         self._forget_comparisons()
         self._metrics: StepMetrics | None = None
         self._loss_scale: LossScale | None = None
-        self.stats: PipelineStats | None = None
+        self.stats: PipelineRecorder | None = None
         self._restore: LateRestore | None = None
 
     def axes(self) -> Mapping[str, int]:
@@ -205,7 +205,7 @@ class PipelineStrategy(PipelineBuilding):
     def _prepare_steps(self, module: LightningModule) -> None:
         """What goes along with the steps of the pipeline, which is assembled."""
         pipeline, cut = self.pipeline, self.pipeline.cut
-        self.stats = PipelineStats(
+        self.stats = PipelineRecorder(
             self._full_schedule(), pipeline.first_ranks, pipeline.clock, pipeline.all_gather_of_first,
             cut.layout.shares, pipeline.row,
         )  # fmt: skip
@@ -217,7 +217,7 @@ class PipelineStrategy(PipelineBuilding):
         )
         self.directions = Directions(pipeline)
         self._metrics = StepMetrics(module, pipeline)
-        self.repeats = Repeats(module, pipeline, self.metrics, possible=not self.dynamic_shapes)
+        self.repeats = RepeatedCalls(module, pipeline, self.metrics, possible=not self.dynamic_shapes)
         self._loss_scale = LossScale(self.precision_plugin, self._sum_over_parts, self.root_device)
         self.spreader = LogSpreader(pipeline, self.metrics.hear)
         self._forget_comparisons()

@@ -23,8 +23,8 @@ from lightning_parallel.checkpoint.full import (
     own_state_dict,
 )
 from lightning_parallel.checkpoint.sharded import is_sharded, load_sharded
-from lightning_parallel.checkpoint.slices import Slice
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.checkpoint.slices import TensorSlice
+from lightning_parallel.parallel.shares import ShardMap
 from lightning_parallel.parallel.uncut import Uncut
 from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.strategies.checkpoints import FileOrFolder, unwrapped
@@ -77,19 +77,19 @@ class PipelineCheckpoints(FileOrFolder):
         for name, value in flat.items():
             shares = self._shares_of(name)
             if shares is not None and getattr(value, "shape", None) == shares.local_shape(tensor.place):
-                found[name] = Slice(shares, tensor.place, value)
+                found[name] = TensorSlice(shares, tensor.place, value)
             elif tensor.place == 0:
                 found[name] = value
         return found
 
-    def _room(self, name: str, kind: TensorStorageMetadata) -> Slice | None:
+    def _room(self, name: str, kind: TensorStorageMetadata) -> TensorSlice | None:
         """Where this rank reads its part of what the tensor axis cuts."""
         shares, place = self._shares_of(name), self.pipeline.tensor.place
         if shares is None or tuple(kind.size) != shares.shape:
             return None
-        return Slice(shares, place, torch.empty(shares.local_shape(place), dtype=kind.properties.dtype))
+        return TensorSlice(shares, place, torch.empty(shares.local_shape(place), dtype=kind.properties.dtype))
 
-    def _shares_of(self, name: str) -> Shares | None:
+    def _shares_of(self, name: str) -> ShardMap | None:
         """How the tensor axis cuts a folder's tensor of that name."""
         kind, _, key = name.partition("/")
         if kind == "optimizer":

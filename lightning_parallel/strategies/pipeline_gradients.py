@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.gradients.early_sums import Round
 from lightning_parallel.pipeline.parameters.table import total_norm
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.strategies.pipeline_schedules import PipelineSchedules
-from lightning_parallel.zero.gather.parameter_gather import Windows
+from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 from lightning_parallel.zero.sharded_gradient import add_to_reduce, local_part
 
 
@@ -28,7 +28,7 @@ class PipelineGradients(PipelineSchedules):
     """The part of a pipeline strategy that delivers gradients."""
 
     early_sums = True  # whether sums over the copies of the model begin while backwards run
-    windows: Windows | None = None  # makes parameters whole for actions, where copies divide them
+    windows: ParameterGather | None = None  # makes parameters whole for actions, where copies divide them
     _accumulating = False
 
     def _will_be_zeroed(self) -> bool:

@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.parameters.replica_check import buffers_unchang
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
 from lightning_parallel.pipeline.runtime.joined_executor import Joined
-from lightning_parallel.pipeline.runtime.stats import PipelineStats
+from lightning_parallel.pipeline.runtime.stats import PipelineRecorder
 from lightning_parallel.pipeline.runtime.turns import Swap
 from lightning_parallel.pipeline.runtime.work import Marks
 from lightning_parallel.pipeline.schedule import Schedule
@@ -34,7 +34,7 @@ from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
 from lightning_parallel.trainer.step.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.step.loss_scale import LossScale
 from lightning_parallel.trainer.step.parameter_writes import fingerprint, refuse_written
-from lightning_parallel.trainer.step.repeated_calls import Repeats
+from lightning_parallel.trainer.step.repeated_calls import RepeatedCalls
 from lightning_parallel.trainer.step.trainer_step import TrainerStep
 from lightning_parallel.trainer.step.two_directions import Directions
 from lightning_parallel.zero.closed_parameters import part_of
@@ -46,9 +46,9 @@ class PipelineSteps(PipelineGradients):
     loss_weight: LossWeight | None
     check_loss: bool
     directions: Directions
-    repeats: Repeats
+    repeats: RepeatedCalls
     spreader: LogSpreader
-    stats: PipelineStats | None
+    stats: PipelineRecorder | None
     _batch_norm: DeferredBatchNorm | WholeBatchNorm
     batch_fields: BatchFields
     compared: set[str]  # kinds of steps of which one was compared with the whole batch

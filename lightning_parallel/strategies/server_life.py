@@ -30,11 +30,11 @@ from lightning_parallel.parameter_server.trainer.rows.dealt_rows import DealtRow
 from lightning_parallel.parameter_server.trainer.rows.evaluation_rows import EvaluationRows
 from lightning_parallel.parameter_server.trainer.rows.prediction_rows import PredictionRows
 from lightning_parallel.parameter_server.trainer.sandblaster.batch_worker import BatchWorker, refuse_steps
-from lightning_parallel.parameter_server.trainer.server_plan import Plan
-from lightning_parallel.parameter_server.trainer.shared_values import Gather, connect_metrics
+from lightning_parallel.parameter_server.trainer.server_plan import ServerPlan
+from lightning_parallel.parameter_server.trainer.shared_values import MetricGather, connect_metrics
 from lightning_parallel.parameter_server.trainer.versions import Versions
 from lightning_parallel.parameter_server.trainer.worker import ServerWorker
-from lightning_parallel.parameter_server.transport.session import Session
+from lightning_parallel.parameter_server.transport.session import WorkerSession
 from lightning_parallel.parameter_server.worker.island import Island
 from lightning_parallel.strategies.server_runs import ServerRuns
 from lightning_parallel.trainer.refusals import refuse_synchronised_norms
@@ -60,7 +60,7 @@ class ServerLife(ServerRuns):
     rows: DealtRows | None = None
     evaluations: EvaluationRows | None = None
     versions: Versions | None = None
-    _plan: Plan | None = None
+    _plan: ServerPlan | None = None
     _job: Job | None = None
     _left_behind: Sequence[dict[str, Any]] = ()  # by the workers of a checkpoint
     _undo: Callable[[], None] | None = None
@@ -100,7 +100,7 @@ class ServerLife(ServerRuns):
         if self._line.is_new:
             trainer.num_sanity_val_steps = 0  # it has no weights yet
         self._read_shown = read_when_shown(trainer)
-        self._undo = connect_metrics(self._module, Gather(self.all_gathered, lambda: not self._in_step))
+        self._undo = connect_metrics(self._module, MetricGather(self.all_gathered, lambda: not self._in_step))
 
     def model_to_device(self) -> None:
         self._module.to(self.root_device)
@@ -119,7 +119,7 @@ class ServerLife(ServerRuns):
         """Have servers started with rank 0's weights and optimizer state, and join them."""
         assert self._line is not None
         module, line = self._module, self._line
-        plan = self._plan = Plan(self.wishes, self.optimizers, self.num_islands, type(self).__name__)
+        plan = self._plan = ServerPlan(self.wishes, self.optimizers, self.num_islands, type(self).__name__)
         if line.is_new:
             return  # until it is let in
         begins = plan.beginning() if self.global_rank == 0 else None
@@ -220,7 +220,7 @@ class ServerLife(ServerRuns):
 
     def prepare_saving(self) -> None:
         session = None if self.worker is None else self.worker.session
-        if isinstance(session, Session):
+        if isinstance(session, WorkerSession):
             session.timeout = min(session.timeout, _LAST_WORDS_S)
 
     def _keep_optimizer(self) -> None:

@@ -6,7 +6,7 @@ started again may come to one that is over. Left out: what a run is (``server_li
 
 from __future__ import annotations
 
-from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalHub, RunIsOver
+from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalCoordinator, RunIsOver
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
 from lightning_parallel.parameter_server.trainer.coordination.later_runs import LaterRuns
 from lightning_parallel.parameter_server.trainer.coordination.remote_servers import Placement, start_servers
@@ -16,7 +16,7 @@ from lightning_parallel.strategies.meeting import MeetingStrategy
 _LATER_S = 120.0  # how long a worker that comes late waits for the next run
 _runs: dict[int, int] = {}  # port -> runs of this process so far; every rank makes the same ones
 _past: dict[int, dict[int, bytes]] = {}  # port -> what became of them, on rank 0
-_newest: dict[int, ExternalHub] = {}  # port -> the hub of the last of them, which may be another Trainer's
+_newest: dict[int, ExternalCoordinator] = {}  # port -> the hub of the last of them, which may be another Trainer's
 
 
 class ServerRuns(MeetingStrategy):
@@ -27,7 +27,7 @@ class ServerRuns(MeetingStrategy):
     island_size: int
     server_nodes: int | None
     _port: int | None = None  # of the script, where others start workers
-    _found: ExternalHub | None = None  # of the run that begins
+    _found: ExternalCoordinator | None = None  # of the run that begins
     _hosts: Hosts | None = None
 
     @property
@@ -67,7 +67,7 @@ class ServerRuns(MeetingStrategy):
         assert self._port is not None
         _past.setdefault(self._port, {})[_runs[self._port]] = result
 
-    def take_run(self) -> ExternalHub:
+    def take_run(self) -> ExternalCoordinator:
         """The hub of the run that begins."""
         if self._found is None:
             self.find_run()
@@ -77,7 +77,7 @@ class ServerRuns(MeetingStrategy):
         return found
 
     @property
-    def newest_hub(self) -> ExternalHub | None:
+    def newest_hub(self) -> ExternalCoordinator | None:
         """Where workers meet behind a run; None where ranks are processes of this one."""
         return None if self._port is None else _newest.get(self._port)
 
@@ -86,9 +86,9 @@ class ServerRuns(MeetingStrategy):
         if self._port is not None and self._port in _newest:
             _newest.pop(self._port).close()
 
-    def _hub_of(self, port: int, run: int) -> ExternalHub:
+    def _hub_of(self, port: int, run: int) -> ExternalCoordinator:
         near, placement = self.node_rank == 0, self.placement
-        hub = ExternalHub(
+        hub = ExternalCoordinator(
             self.global_rank, self.world_size, port, run, island_size=self.island_size, hosts=self._hosts,
             is_near=near, num_far=len(placement.far), restarts=self.restarts, past=_past.get(port),
         )  # fmt: skip

@@ -48,7 +48,7 @@ def only_shapes() -> Iterator[None]:
 
 
 @dataclass
-class Kept:
+class KeptPart:
     """What a rank keeps of a closed parameter.
 
     Args:
@@ -95,7 +95,7 @@ def lend_in_forward(lend: Lend | None) -> None:
 class Closed:
     """What is mixed into a parameter's class while it is closed."""
 
-    _kept: Kept
+    _kept: KeptPart
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +135,7 @@ def _closed(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return cast(type[nn.Parameter], type(kind.__name__, (Closed, kind), {"__module__": kind.__module__}))
 
 
-def close(parameter: nn.Parameter, kept: Kept) -> None:
+def close(parameter: nn.Parameter, kept: KeptPart) -> None:
     """From now on nobody may read the parameter's values."""
     if not isinstance(parameter, Closed):
         parameter.__class__ = _closed(type(parameter))
@@ -158,7 +158,7 @@ def lose(parameter: nn.Parameter, name: str, shape: torch.Size) -> None:
     if not isinstance(parameter, Closed):
         parameter.grad = None
         parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(shape)
-        close(parameter, Kept(name, parameter.new_empty(0), 0, 0, None))
+        close(parameter, KeptPart(name, parameter.new_empty(0), 0, 0, None))
     parameter._kept.lost = True  # type: ignore[attr-defined]
 
 
@@ -182,7 +182,7 @@ def put_data(parameter: nn.Parameter, values: Tensor) -> None:
 
 def _set_data(parameter: Any, values: Tensor) -> None:
     """`w.data = values` of a closed parameter: its part is taken over."""
-    kept: Kept = parameter._kept
+    kept: KeptPart = parameter._kept
     if values is parameter:
         return
     if _is_moved_with_its_module():

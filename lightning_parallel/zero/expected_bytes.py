@@ -21,7 +21,7 @@ from lightning_parallel.zero.optimizer.guarded_state import held_state
 
 
 @dataclass(frozen=True)
-class KindPromise:
+class ExpectedBytes:
     """Bytes of one kind of state on one rank.
 
     Args:
@@ -58,7 +58,7 @@ class ModelStates:
     ranks: int
     parameters: int
     of: StateBytes
-    kinds: Mapping[str, KindPromise]
+    kinds: Mapping[str, ExpectedBytes]
     moved_bytes: int
     gathers: int | None = None
 
@@ -96,7 +96,7 @@ def promise(
     more: dict[str, dict[str, Fraction]] = {"parameters": {"frozen": Fraction(frozen)}, "gradients": {}}
     more["optimizer"] = {"uneven": (of.optimizer - copy_bytes) * (owned - share), "counters": Fraction(counters)}
     kinds = {
-        kind: KindPromise(Fraction(formula), {"padding": Fraction(padding[kind]), **more[kind]})
+        kind: ExpectedBytes(Fraction(formula), {"padding": Fraction(padding[kind]), **more[kind]})
         for kind, formula in formulas.items()
     }
     return ModelStates(stage, ranks, parameters, of, kinds, moved_bytes)

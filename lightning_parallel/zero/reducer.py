@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.native.bucket import Bucket
-from lightning_parallel.zero.round_agreement import vote
+from lightning_parallel.zero.round_agreement import agree_on_round
 from lightning_parallel.zero.sharded_gradient import add_to_reduce
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
@@ -239,5 +239,5 @@ class Reducer:
         self._order = order.tolist()
 
     def _vote(self, made: list[list[bool]], pausing: bool, late: bool = False) -> list[list[bool]]:
-        answers, self._late = vote(made, late, pausing, self.rounds, self.group)
+        answers, self._late = agree_on_round(made, late, pausing, self.rounds, self.group)
         return answers

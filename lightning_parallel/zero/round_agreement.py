@@ -21,7 +21,9 @@ def some_end(is_last: bool, group: Any, waiting: Callable[[str], AbstractContext
     return 0 < int(ends) < dist.get_world_size(group)
 
 
-def vote(made: list[list[bool]], late: bool, pausing: bool, rounds: int, group: Any) -> tuple[list[list[bool]], int]:
+def agree_on_round(
+    made: list[list[bool]], late: bool, pausing: bool, rounds: int, group: Any
+) -> tuple[list[list[bool]], int]:
     """For each parameter whether any rank has a gradient, and how many ranks have more to reduce. Collective.
 
     Args:

@@ -9,8 +9,8 @@ from tests.trainer.test_parity import KEY_BIAS
 
 
 def num_agreements(trainer: Trainer, module: LightningModule) -> int | None:
-    [seat] = trainer.strategy.pipeline.engine.seats.values()
-    departure = seat.departure
+    [executor] = trainer.strategy.pipeline.engine.executors.values()
+    departure = executor.departure
     return None if departure is None else len(departure._contracts)
 
 

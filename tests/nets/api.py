@@ -264,8 +264,8 @@ def _bubble() -> Iterable[str]:
 def _memory() -> Iterable[str]:
     table = dict.fromkeys(memory.CATEGORIES, 1)
     held = memory.RankMemory(table, table, table, 1, 1)
-    states = memory_reading.StatesPromise("stage 1", dict.fromkeys(memory_reading.STATES, 1.0), table)
-    promise = memory_reading.Promise(0, 4, 1.0)
+    states = memory_reading.ExpectedStates("stage 1", dict.fromkeys(memory_reading.STATES, 1.0), table)
+    promise = memory_reading.ExpectedActivations(0, 4, 1.0)
     return memory_reading.MemoryReading(1, {0: held}, None, {0: promise}, {0: states}).metrics()
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.stage.boundary import Arrival, Contract, Departure
+from lightning_parallel.pipeline.stage.boundary import Contract, RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.transport.channel import Channel
 from lightning_parallel.pipeline.transport.tensor_meta import TensorMeta, describe
 from tests.harness import run_ranks
@@ -138,9 +138,9 @@ class Run:
         self.wanted, self.by_position = {}, set()
 
 
-def boundary(rank: int, **options: bool) -> Departure | Arrival:
+def boundary(rank: int, **options: bool) -> SendBoundary | RecvBoundary:
     forward, backward = channels(rank, (0, 1), (1, 0))
-    return Departure(0, forward, backward, **options) if rank == 0 else Arrival(1, forward, backward, **options)
+    return SendBoundary(0, forward, backward, **options) if rank == 0 else RecvBoundary(1, forward, backward, **options)
 
 
 def test_a_boundary_agrees_once_what_travels():
@@ -148,7 +148,7 @@ def test_a_boundary_agrees_once_what_travels():
 
     def transfer(rank: int) -> object:
         side = boundary(rank)
-        if isinstance(side, Departure):
+        if isinstance(side, SendBoundary):
             for _ in range(3):
                 contract = side.send(Run([ids, "text", mask, hidden, None]), "signature")
                 side.await_answer(contract)
@@ -177,7 +177,7 @@ def test_another_dtype_under_the_same_signature_is_refused_or_agreed_anew(dynami
     def transfer(rank: int) -> object:
         side = boundary(rank, dynamic_shapes=dynamic)
         dtypes = [torch.float32, torch.bfloat16]
-        if isinstance(side, Departure):
+        if isinstance(side, SendBoundary):
             try:
                 for dtype in dtypes:
                     side.await_answer(side.send(Run([torch.ones(2, 3, dtype=dtype)]), "signature"))
@@ -206,7 +206,7 @@ def test_another_dtype_under_the_same_signature_is_refused_or_agreed_anew(dynami
 def test_what_cannot_be_described_is_refused():
     def transfer(rank: int) -> str:
         side = boundary(rank)
-        if isinstance(side, Departure):
+        if isinstance(side, SendBoundary):
             run = Run([torch.ones(1)])
             run.record = {"unit": lambda: None}
             try:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_parallel.parameter_server import SSP, AddDelta, Layout, Rules
 from lightning_parallel.parameter_server.job import Job
-from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.keys import CurveKeys
 from lightning_parallel.parameter_server.transport.session import LeaseLostError
 from tests.harness import _fork
 from tests.namespaces import Host, two_hosts
@@ -29,7 +29,7 @@ class Hosts:
         rules = Rules(Layout(SIZE, 2), AddDelta(), SSP(1), "sum", replicas=replicas, lease=3.0, resend_after=0.5)
         manager = f"tcp://{here.address}:5999"
         self.here, self.there, self.processes = here, there, []
-        self.job = Job(rules, num_servers, 2, folder, 77, "token", here.address, manager, keys=Keys.make())
+        self.job = Job(rules, num_servers, 2, folder, 77, "token", here.address, manager, keys=CurveKeys.make())
         self.start(here, lambda job, pipe: job.manage())
 
     def start(self, host: Host, act: Callable[[Job, Connection], None]) -> Connection:

@@ -100,7 +100,7 @@ OPEN: frozenset[str] = frozenset(
         "pipeline.graph_slot.Slot.refuse_other",
         "pipeline.graphs.BlockGraphs._capture",
         "pipeline.graphs.BlockGraphs._capture#2",
-        "pipeline.joined_seat._OneOfSeveral.call",
+        "pipeline.joined_executor._OneOfSeveral.call",
         "pipeline.leftovers.call_hooks_inside",
         "pipeline.loss_check.LossCheck._returned_differs",
         "pipeline.loss_check.LossCheck.warn",

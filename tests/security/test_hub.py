@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_parallel.parameter_server.trainer.coordination.hello import SERVER, WORKER, Hello
+from lightning_parallel.parameter_server.trainer.coordination.hello import SERVER, WORKER, Introduction
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
 from lightning_parallel.parameter_server.trainer.coordination.reception import Arrival, Reception, come, greet, listen
 from lightning_parallel.secret import SECRET, SECRET_FILE, Secret
@@ -50,14 +50,14 @@ class Desk:
         found.connect(self.address)
         return found
 
-    def come_so_far(self, count: int) -> list[Hello]:
+    def come_so_far(self, count: int) -> list[Introduction]:
         """Who has come, once there are so many."""
         with self.more:
             assert self.more.wait_for(lambda: len(self.arrivals) >= count, 20)
             return sorted(arrival.hello for arrival in self.arrivals)
 
     def come(self, number: int):
-        hello = Hello(WORKER, number, 4711)
+        hello = Introduction(WORKER, number, 4711)
         return come(self.path, hello) if self.hosts is None else self.hosts.connect(self.hosts.port, hello)
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ def test_what_is_no_hello_ends_its_connection_alone(desk, tmp_path):
             assert b"\1" not in said_by(stream)
     assert not charge.went_off
     desk.come(1).close()
-    assert desk.come_so_far(1) == [Hello(WORKER, 1, 4711)]
+    assert desk.come_so_far(1) == [Introduction(WORKER, 1, 4711)]
 
 
 def said_by(stream: socket.socket) -> bytes:
@@ -130,7 +130,7 @@ def test_a_host_with_another_secret_is_told_so(tmp_path):
     desk = Desk("hosts", tmp_path)
     other = Hosts("127.0.0.1", Secret.make(), desk.hosts.store)
     with pytest.raises(ValueError, match=r"LIGHTNING_PARALLEL_SECRET is another one on 127\.0\.0\.1"):
-        other.connect(desk.hosts.port, Hello(WORKER, 1))
+        other.connect(desk.hosts.port, Introduction(WORKER, 1))
     assert desk.arrivals == []
     desk.end()
 
@@ -154,7 +154,7 @@ def test_a_process_of_another_user_is_turned_away(monkeypatch, tmp_path):
     desk = Desk("one host", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ConnectionResetError, match=r"has gone|reset"):
-        come(desk.path, Hello(WORKER, 1))
+        come(desk.path, Introduction(WORKER, 1))
     monkeypatch.undo()
     assert desk.arrivals == []
     desk.end()

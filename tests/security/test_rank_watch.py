@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_parallel.failure.framed_socket import Line
-from lightning_parallel.failure.heartbeats import Hub, Spoke, _key
+from lightning_parallel.failure.framed_socket import FramedSocket
+from lightning_parallel.failure.heartbeats import HeartbeatClient, HeartbeatServer, _key
 from lightning_parallel.failure.messages import Status
 from lightning_parallel.failure.patience import Patience
 from lightning_parallel.handshake import Unproven, connect
@@ -42,7 +42,9 @@ class Watched:
 
     def __init__(self, secret: Secret | None) -> None:
         self.store = dist.HashStore()
-        self.hub = Hub(Status(0, None, NOBODY), Patience(), 3, secret).open("127.0.0.1", self.store, "watch")
+        self.hub = HeartbeatServer(Status(0, None, NOBODY), Patience(), 3, secret).open(
+            "127.0.0.1", self.store, "watch"
+        )
         self.wake, self.woken = socket.socketpair()
         self.woken.setblocking(False)
         self.over, self.error = False, None
@@ -58,17 +60,17 @@ class Watched:
         except BaseException as error:
             self.error = error
 
-    def join(self, rank: int, secret: Secret | None) -> Spoke:
-        return Spoke(Status(rank, None, NOBODY), Patience(), 3, secret).open(self.store, "watch")
+    def join(self, rank: int, secret: Secret | None) -> HeartbeatClient:
+        return HeartbeatClient(Status(rank, None, NOBODY), Patience(), 3, secret).open(self.store, "watch")
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=10)
 
-    def prove(self, key: bytes, rank: int) -> Line:
+    def prove(self, key: bytes, rank: int) -> FramedSocket:
         stream = self.stranger()
         stream.setblocking(False)
         try:
-            return Line(stream, drive(stream, connect(stream, key, rank), 10.0))
+            return FramedSocket(stream, drive(stream, connect(stream, key, rank), 10.0))
         except Unproven:
             stream.close()
             raise

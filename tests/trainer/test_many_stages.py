@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.demo import GPT
-from lightning_parallel.pipeline.partition.layout import Layout, lay_out
+from lightning_parallel.pipeline.partition.layout import StageLayout, lay_out
 from lightning_parallel.pipeline.runtime import unit_seconds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES
@@ -99,7 +99,7 @@ def test_auto_chooses_one_schedule_on_all_ranks_and_trains_as_ever():
     assert 'schedule="auto" runs GPT.forward once on shapes alone and needs its example_input_array.' in without
 
 
-def cut_by(trainer: Trainer, module: LightningModule) -> tuple[Layout, Layout]:
+def cut_by(trainer: Trainer, module: LightningModule) -> tuple[StageLayout, StageLayout]:
     """How the model was cut, and how the times of its units that a schedule was chosen by cut it."""
     pipeline, seconds = trainer.strategy.pipeline, trainer.strategy._seconds
     return pipeline.cut.layout, lay_out(module, pipeline.num_stages, partition="time", seconds=seconds)

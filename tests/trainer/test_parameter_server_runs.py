@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalHub
+from lightning_parallel.parameter_server.trainer.coordination.external_coordinator import ExternalCoordinator
 from lightning_parallel.parameter_server.trainer.coordination.later_runs import LaterRuns
 from lightning_parallel.ports import ReservedPort
 from lightning_parallel.strategies import ParameterServerStrategy
@@ -112,7 +112,7 @@ def test_a_worker_that_is_started_again_passes_over_runs_that_are_over(dies_in, 
 
 
 def first_worker(port, ends):
-    hub = ExternalHub(0, 1, port, run=2, restarts=1, past={})
+    hub = ExternalCoordinator(0, 1, port, run=2, restarts=1, past={})
     assert ends.wait(60)
     hub.close()
 

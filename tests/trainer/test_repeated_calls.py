@@ -352,8 +352,8 @@ def test_test_and_predict():
 
 def collected(trainer: Any, module: Any) -> Any:
     """What the module collected; the steps that were measured; what travels to the next stage."""
-    [seat] = trainer.strategy.pipeline.engine.seats.values()
-    contracts = [] if seat.departure is None else list(seat.departure._contracts.values())
+    [executor] = trainer.strategy.pipeline.engine.executors.values()
+    contracts = [] if executor.departure is None else list(executor.departure._contracts.values())
     return module.seen, module.count, trainer.strategy.stats._step, [list(contract.needed) for contract in contracts]
 
 

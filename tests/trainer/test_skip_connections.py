@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.stage.boundary import Departure
+from lightning_parallel.pipeline.stage.boundary import SendBoundary
 from tests.trainer.modules import CLASSES, WIDTH, Classifier, row_loader
 from tests.trainer.pipelines import (
     Case,
@@ -124,8 +124,10 @@ def test_without_the_option_it_is_refused_and_the_option_named(make_module: Any)
 
 def sent(trainer: Any, module: Any) -> dict[int, list[Any]]:
     """What this stage sends in each micro-batch of a training step, and to which."""
-    [seat] = trainer.strategy.pipeline.engine.seats.values()
-    contracts = {b.target: next(iter(b._contracts.values())) for b in seat.boundaries() if isinstance(b, Departure)}
+    [executor] = trainer.strategy.pipeline.engine.executors.values()
+    contracts = {
+        b.target: next(iter(b._contracts.values())) for b in executor.boundaries() if isinstance(b, SendBoundary)
+    }
     return {target: list(contract.needed) for target, contract in sorted(contracts.items())}
 
 

@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.sharded import load_sharded, save_sharded
-from lightning_parallel.checkpoint.slices import Slice
-from lightning_parallel.parallel.shares import Shares
+from lightning_parallel.checkpoint.slices import TensorSlice
+from lightning_parallel.parallel.shares import ShardMap
 from tests.harness import run_ranks
 from tests.trainer.modules import CLASSES, WIDTH, Classifier
 from tests.trainer.test_zero_checkpoints import assert_like, loader, run, saves
@@ -133,11 +133,11 @@ def test_of_a_stored_tensor_only_what_is_used_is_read(tmp_path: Path, counted: d
 def test_of_a_tensor_in_slices_only_what_is_used_is_read(tmp_path: Path, counted: dict[str, int]):
     """As two ranks of a tensor axis write them: along dim 0 in three segments, and along dim 1 of three."""
     wholes = {"rows": torch.arange(90_000.0).view(300, 300), "columns": torch.arange(72_000.0).view(8, 300, 30)}
-    cuts = {"rows": Shares((300, 300), 0, (100, 100, 100), 2), "columns": Shares((8, 300, 30), 1, (299, 1), 2)}
+    cuts = {"rows": ShardMap((300, 300), 0, (100, 100, 100), 2), "columns": ShardMap((8, 300, 30), 1, (299, 1), 2)}
 
     def write(rank: int) -> None:
         def own(flat: dict[str, Any]) -> dict[str, Any]:
-            return {n: Slice(cuts[key := n[11:]], rank, cuts[key].cut(x, rank)) for n, x in flat.items()}
+            return {n: TensorSlice(cuts[key := n[11:]], rank, cuts[key].cut(x, rank)) for n, x in flat.items()}
 
         save_sharded({"state_dict": wholes}, list(wholes), tmp_path / "folder", dist.barrier, own)
 

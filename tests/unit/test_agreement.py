@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning_parallel.pipeline.stage.agreement import Passed, contracts
-from lightning_parallel.pipeline.stage.calls import Going
+from lightning_parallel.pipeline.stage.calls import StopRule
 from lightning_parallel.pipeline.transport.tensor_meta import describe
 
 FIRST, SECOND = ("a", 0), ("b", 0)
@@ -15,7 +15,7 @@ META = (describe(torch.ones(2)), True)
 def passed(unit: str, needed: tuple = (0,), wanted: tuple = (), wanted_for: Mapping | None = None, by: tuple = ()):
     """A stage of one unit, by which everything goes."""
     values = {0: META, 1: META, FIRST: META, SECOND: META}
-    return Passed({unit: META[0]}, values, Going(), needed, wanted, wanted_for or {}, frozenset(by), False, "")
+    return Passed({unit: META[0]}, values, StopRule(), needed, wanted, wanted_for or {}, frozenset(by), False, "")
 
 
 def sent(stages: list[Passed]) -> dict[tuple[int, int], tuple]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.zero.closed_parameters import Closed, Kept, close, lend_in_forward, reopen
+from lightning_parallel.zero.closed_parameters import Closed, KeptPart, close, lend_in_forward, reopen
 
 WHOLE = torch.arange(6.0).view(2, 3) + 1
 
@@ -16,7 +16,7 @@ WHOLE = torch.arange(6.0).view(2, 3) + 1
 def closed() -> Iterator[nn.Parameter]:
     """A parameter without its values, in a forward."""
     parameter = nn.Parameter(torch.full((2, 3), float("nan")))
-    close(parameter, Kept("layer.weight", WHOLE.flatten()[:3], 0, 3, None))
+    close(parameter, KeptPart("layer.weight", WHOLE.flatten()[:3], 0, 3, None))
 
     def lend(asked: nn.Parameter) -> None:
         assert asked is parameter

@@ -9,41 +9,41 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.failure.framed_socket import Line
+from lightning_parallel.failure.framed_socket import FramedSocket
 from lightning_parallel.failure.heartbeat_endpoint import Peer
-from lightning_parallel.failure.heartbeats import _REMEDY, Hub, Spoke
+from lightning_parallel.failure.heartbeats import _REMEDY, HeartbeatClient, HeartbeatServer
 from lightning_parallel.failure.messages import Status
 from lightning_parallel.failure.patience import Patience
-from lightning_parallel.handshake import Session
+from lightning_parallel.handshake import SessionKeys
 from lightning_parallel.secret import Secret
 
 NOBODY = ("", 0)
 WAITS = Status(1, 0, NOBODY, "the other stages, to compare notes", 38.0)
 
 
-def ends() -> tuple[Line, Line]:
+def ends() -> tuple[FramedSocket, FramedSocket]:
     """Both ends of a line whose ends have proven themselves."""
     ours, theirs = socket.socketpair()
-    return Line(ours, Session(b"ours", b"theirs")), Line(theirs, Session(b"theirs", b"ours"))
+    return FramedSocket(ours, SessionKeys(b"ours", b"theirs")), FramedSocket(theirs, SessionKeys(b"theirs", b"ours"))
 
 
 @pytest.fixture
-def hub() -> Iterator[tuple[Hub, Line]]:
+def hub() -> Iterator[tuple[HeartbeatServer, FramedSocket]]:
     """Rank 0, and rank 1's end of its line."""
     ours, line = ends()
-    hub = Hub(Status(0, 1, NOBODY), Patience(beat_s=0.0), world_size=2)
+    hub = HeartbeatServer(Status(0, 1, NOBODY), Patience(beat_s=0.0), world_size=2)
     hub.peers[1] = Peer(ours, Status(1, 0, NOBODY), hub.looked)
     yield hub, line
     hub.peers[1].line.close()
     line.close()
 
 
-def hears(hub: Hub) -> None:
+def hears(hub: HeartbeatServer) -> None:
     hub.looked = time.monotonic()
     hub._listen_to(hub.peers[1])
 
 
-def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hub, Line]):
+def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[HeartbeatServer, FramedSocket]):
     """Its last sign of life is from before; if it still waits it says so with the next one."""
     rank_0, line = hub
     line.send("beat", WAITS)
@@ -63,7 +63,7 @@ def test_a_rank_that_waited_until_the_other_one_ended_is_not_stuck(hub: tuple[Hu
     ]
 
 
-def test_ranks_part_when_the_last_has_come(hub: tuple[Hub, Line]):
+def test_ranks_part_when_the_last_has_come(hub: tuple[HeartbeatServer, FramedSocket]):
     rank_0, line = hub
     assert not rank_0.part()
     line.send("done")
@@ -83,13 +83,13 @@ def test_a_rank_of_another_host_may_be_silent_for_all_of_the_patience(hub, silen
         assert failure.headline == "lost rank 1 (stage 0): not heard of for 12 s (stopped, or its host is gone)"
 
 
-def test_a_rank_that_has_finished_may_be_silent(hub: tuple[Hub, Line]):
+def test_a_rank_that_has_finished_may_be_silent(hub: tuple[HeartbeatServer, FramedSocket]):
     rank_0, _ = hub
     rank_0.peers[1].status, rank_0.peers[1].finished = Status(1, 0, ("another host", 1)), True
     assert rank_0.silence(rank_0.peers[1].heard + 2 * rank_0.patience.stale_s) is None
 
 
-def test_rank_0_is_alone_once_everybody_has_left_or_is_cut_off(hub: tuple[Hub, Line]):
+def test_rank_0_is_alone_once_everybody_has_left_or_is_cut_off(hub: tuple[HeartbeatServer, FramedSocket]):
     rank_0, line = hub
     assert not rank_0.alone(), "rank 1 is there"
     rank_0.peers[1].finished = True
@@ -102,7 +102,7 @@ def test_rank_0_is_alone_once_everybody_has_left_or_is_cut_off(hub: tuple[Hub, L
     assert not rank_0.alone(), "rank 2 has not come yet"
 
 
-def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[Hub, Line]):
+def test_whoever_was_stopped_itself_does_not_blame_others(hub: tuple[HeartbeatServer, FramedSocket]):
     rank_0, _ = hub
     peer, stale_s = rank_0.peers[1], rank_0.patience.stale_s
     peer.status = Status(1, 0, ("another host", 1))
@@ -120,11 +120,11 @@ def test_a_rank_that_comes_late_hears_what_it_missed(secret: Secret | None):
     """The first failure, and that rank 0 has left."""
     store, (wake, other) = dist.HashStore(), socket.socketpair()
     wake.setblocking(False)
-    hub = Hub(Status(0, 1, NOBODY), Patience(), 2, secret).open("127.0.0.1", store, "watch")
+    hub = HeartbeatServer(Status(0, 1, NOBODY), Patience(), 2, secret).open("127.0.0.1", store, "watch")
     hub.report(hub.packed(Failure(0, 1, headline="stage 1 (rank 0) failed")))
     hub.leave()
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(Spoke(Status(1, 0, NOBODY), Patience(), 2, secret).open, store, "watch")
+        coming = pool.submit(HeartbeatClient(Status(1, 0, NOBODY), Patience(), 2, secret).open, store, "watch")
         deadline = time.monotonic() + 10
         while not hub.peers and time.monotonic() < deadline:
             hub.poll(0.1, wake)
@@ -147,7 +147,7 @@ def test_a_message_ends_the_wait_for_messages():
     """It is heard when it comes, and not with the next sign of life."""
     (ours, line), (wake, other) = ends(), socket.socketpair()
     wake.setblocking(False)
-    spoke = Spoke(Status(1, 0, NOBODY), Patience(), 2)
+    spoke = HeartbeatClient(Status(1, 0, NOBODY), Patience(), 2)
     spoke.peers[0] = Peer(ours, Status(0, 1, NOBODY), spoke.looked)
     line.send("done")
     began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from lightning_parallel.errors import Failure
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import Hub
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import RunCoordinator
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 
@@ -15,7 +15,7 @@ from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 def test_who_waits_hears_of_a_failure_and_not_that_the_others_have_come(failing: int):
     """The last one who is awaited fails: those who wait are all that are left, and have to hear why."""
     ends = [Pipe() for _ in range(3)]
-    hub = Hub({cast(AnyConnection, ours): rank for rank, (ours, _) in enumerate(ends)})
+    hub = RunCoordinator({cast(AnyConnection, ours): rank for rank, (ours, _) in enumerate(ends)})
     failure = Failure(failing, None, "teardown", ValueError("no"), "").to_bytes()
     for rank, (_, theirs) in enumerate(ends):
         if rank != failing:

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from lightning_parallel.pipeline.batch import microbatch
 from lightning_parallel.pipeline.batch.fields import Cutting
-from lightning_parallel.pipeline.parity.loss_check import LossCheck, Told
+from lightning_parallel.pipeline.parity.loss_check import LossCheck, StepReport
 from lightning_parallel.pipeline.parity.stage_check import Fields, Rounding, StageCheck
 from lightning_parallel.pipeline.partition.layout import lay_out
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.stage.rounds import Rounds
 
@@ -41,18 +41,18 @@ def check(
     torch.manual_seed(0)
     model = Model().to(dtype)
     cpu = torch.device("cpu")
-    cut = Cut(model, lay_out(model, 1), cpu, RandomStreams(0, cpu))
+    cut = CutModel(model, lay_out(model, 1), cpu, RandomStreams(0, cpu))
     batch = (torch.randn(5, 3).to(dtype), torch.randint(3, (5,)))
     parts = microbatch.split(batch, SIZES)
     steps = [lambda part=part: loss(model, *part) for part in parts]
     weights = weights or [size / 5 for size in SIZES]
     rounding = Rounding.of(model, cpu, autocast=False)
-    judge = LossCheck(rounding, SIZES, weights, lambda output: Told(output.detach().double(), {}))
-    seat, alone = Seat(cut, 0, None, None), lambda value: [value]
-    rounds = Rounds(cut, {(0, 0): seat}, alone, lambda error, action: error)
+    judge = LossCheck(rounding, SIZES, weights, lambda output: StepReport(output.detach().double(), {}))
+    executor, alone = StageExecutor(cut, 0, None, None), lambda value: [value]
+    rounds = Rounds(cut, {(0, 0): executor}, alone, lambda error, action: error)
     work = StepWork(Schedule.from_text("0F0 0F1 0F2"), steps, [0, 0, 1], 0)
     try:
-        checks = StageCheck(rounds, [seat], alone, judge, rounding)
+        checks = StageCheck(rounds, [executor], alone, judge, rounding)
         assert checks.compare(
             work, lambda: loss(model, *batch), SIZES, Fields(Cutting(), 5, lambda name, change: ([], mean))
         )

@@ -13,7 +13,7 @@ from lightning_parallel.demo import GPT
 from lightning_parallel.measure.ledger import Ledger
 from lightning_parallel.measure.memory import CATEGORIES, MemoryMeter, RankMemory
 from lightning_parallel.measure.memory_picture import draw_memory
-from lightning_parallel.measure.memory_reading import MemoryReading, Promise
+from lightning_parallel.measure.memory_reading import ExpectedActivations, MemoryReading
 from lightning_parallel.measure.palette import MEMORY
 from lightning_parallel.measure.storages import count_bytes
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
@@ -262,7 +262,7 @@ def memory(activations, saved, parameters=1000):
 
 
 def promised(schedule, row_ranks):
-    return {rank: Promise.of(schedule, row) for row, rank in enumerate(row_ranks)}
+    return {rank: ExpectedActivations.of(schedule, row) for row, rank in enumerate(row_ranks)}
 
 
 SCHEDULE = make("1f1b", 2, 4)

@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from lightning_parallel import ParameterServerStrategy
-from lightning_parallel.parameter_server.trainer.server_plan import Plan
+from lightning_parallel.parameter_server.trainer.server_plan import ServerPlan
 from lightning_parallel.zero.optimizer.elementwise import refuse_optimizer
 
 
@@ -12,4 +12,4 @@ def test_no_optimizer_is_refused_by_what_was_returned():
     with pytest.raises(ValueError, match=r"ZeROStrategy divides .+ and configure_optimizers returned None"):
         refuse_optimizer(_MockOptimizer(), "ZeROStrategy")
     with pytest.raises(ValueError, match=r"P has the servers make .+ and configure_optimizers returned None"):
-        Plan(ParameterServerStrategy().wishes, [_MockOptimizer()], 2, "P")
+        ServerPlan(ParameterServerStrategy().wishes, [_MockOptimizer()], 2, "P")

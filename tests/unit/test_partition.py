@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_parallel.demo.gpt import GPT
 from lightning_parallel.pipeline.partition.blocks import find_blocks, unit_names
-from lightning_parallel.pipeline.partition.layout import Layout, lay_out, min_max_cut
+from lightning_parallel.pipeline.partition.layout import StageLayout, lay_out, min_max_cut
 from lightning_parallel.pipeline.partition.shape_inference import shadow_of
 from lightning_parallel.pipeline.planning.timing import unit_costs
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
@@ -38,7 +38,7 @@ class Outer(nn.Module):
         self.model.inner = Transformer()
 
 
-def stages_of(layout: Layout) -> dict[str, int]:
+def stages_of(layout: StageLayout) -> dict[str, int]:
     return {unit.name: unit.stage for unit in layout.units}
 
 

@@ -21,7 +21,7 @@ from lightning_parallel.measure.drawing import own_style, save
 from lightning_parallel.measure.lanes import Transfer, joined
 from lightning_parallel.measure.memory import CATEGORIES, RankMemory
 from lightning_parallel.measure.memory_picture import draw_memory, memory_figure
-from lightning_parallel.measure.memory_reading import MemoryReading, Promise
+from lightning_parallel.measure.memory_reading import ExpectedActivations, MemoryReading
 from lightning_parallel.measure.palette import ACTIONS, LANES, MEMORY, PAPER
 from lightning_parallel.measure.perfetto import chrome_trace, write_chrome_trace
 from lightning_parallel.measure.picture import LANE, ROW_HEIGHT, Panel, draw_timelines, timeline_figure
@@ -105,7 +105,7 @@ def memory(largest, ranks=1):
         table["activations"] += largest * rank // 40
     held = {rank: RankMemory(t, t, t, t["activations"], 8 * t["activations"]) for rank, t in enumerate(tables)}
     schedule = make("1f1b", ranks, 8)
-    return MemoryReading(12_345, held, schedule, {rank: Promise.of(schedule, rank) for rank in held})
+    return MemoryReading(12_345, held, schedule, {rank: ExpectedActivations.of(schedule, rank) for rank in held})
 
 
 def staleness(bound, ages, gaps):

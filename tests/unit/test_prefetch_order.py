@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from lightning_parallel.zero.collectives import Traffic
-from lightning_parallel.zero.gather.prefetch_order import Walk
+from lightning_parallel.zero.gather.prefetch_order import PrefetchOrder
 
 
 class Told:
@@ -24,7 +24,7 @@ class Told:
         self.events.append(f"close {self.block}")
 
 
-Way = tuple[Walk, list[str]]
+Way = tuple[PrefetchOrder, list[str]]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def way() -> Way:
     events: list[str] = []
     buckets = {block: [Told(block, events)] for block in (4, 7, 9)}
     passed = lambda block: events.append(f"passed {block}")  # noqa: E731
-    walk = Walk([7, 4, 9], buckets, Traffic(), lambda what: nullcontext(), passed)  # type: ignore[arg-type]
+    walk = PrefetchOrder([7, 4, 9], buckets, Traffic(), lambda what: nullcontext(), passed)  # type: ignore[arg-type]
     return walk, events
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_called_is_gathered_all_the_same(way: Way):
     walk.enter(9)
     gathered = ["open 7", "arrive 7", "open 4", "close 7", "passed 7", "arrive 4", "open 9", "close 4", "passed 4"]
     assert taken(events) == [*gathered, "arrive 9"]
-    other, events = Walk([7], {7: [Told(7, events)]}, Traffic(), lambda what: nullcontext()), events  # type: ignore[list-item]
+    other, events = PrefetchOrder([7], {7: [Told(7, events)]}, Traffic(), lambda what: nullcontext()), events  # type: ignore[list-item]
     other.finish()
     assert taken(events) == ["open 7", "arrive 7", "close 7"]
 
@@ -97,4 +97,4 @@ def test_the_first_block_arrives_once(way: Way):
     taken(events)
     walk.arrive()
     assert not events
-    Walk([], {}, Traffic(), lambda what: nullcontext()).arrive()
+    PrefetchOrder([], {}, Traffic(), lambda what: nullcontext()).arrive()

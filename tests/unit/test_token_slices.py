@@ -12,7 +12,7 @@ from lightning_parallel.demo.gpt import Block
 from lightning_parallel.pipeline.partition.layout import lay_out
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.schedules.slice_lengths import slice_lengths
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.intercept import Hook
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_mask, refuse_ahead
@@ -195,7 +195,7 @@ def checked(block: nn.Module, *args: Tensor | None, slices: int = 3) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(block, nn.Linear(16, 16))
     streams = RandomStreams(0, CPU)
-    cut_model = Cut(model, lay_out(model, 1, ["0", "1"], "count"), CPU, streams)
+    cut_model = CutModel(model, lay_out(model, 1, ["0", "1"], "count"), CPU, streams)
     hook: Hook = block.__dict__["_pipeline_hook"]
     with streams.step():
         length = check_block(hook, block, block.forward, (args, {}), Slices(slices), 5, streams)

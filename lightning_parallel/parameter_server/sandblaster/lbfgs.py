@@ -112,7 +112,7 @@ _CHANGES: dict[str, Callable[..., None]] = {
 _CHANGES |= {"drop": lambda vectors, a: vectors.pop(a, None), "store": lambda vectors: None}
 
 
-class Shards(Protocol):
+class VectorShards(Protocol):
     """What the coordinator talks to: every range does a call, and the results are added (of ``max``, the largest)."""
 
     def call(self, *words: str | float, vector: Tensor | None = None) -> float: ...
@@ -150,7 +150,7 @@ class LBFGS:
         max_steps: iterations at most.
     """
 
-    shards: Shards
+    shards: VectorShards
     evaluate: Evaluate
     history: int = 10
     tolerance: float = 1e-9

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.parameter_server.sandblaster.lbfgs import Shards
+from lightning_parallel.parameter_server.sandblaster.lbfgs import VectorShards
 
 
 class Vector:
@@ -91,7 +91,7 @@ class Space:
         shards: the ranges.
     """
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: VectorShards) -> None:
         self.shards, self.unused, self._made = shards, list[str](), 0
 
     def call(self, *words: str | float) -> float:

@@ -39,7 +39,7 @@ class NoBoard:
         """Nobody looks any more."""
 
 
-class Place:
+class ChainMember:
     """A range on a server, and what the server does for the others of its chain.
 
     Args:

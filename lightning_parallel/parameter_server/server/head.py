@@ -23,7 +23,7 @@ from lightning_parallel.parameter_server.server.history import Range
 
 
 @dataclass
-class Staleness:
+class PushStaleness:
     """How many pushes of others came between a worker's read and its push: the most, the sum, over how many."""
 
     most: int = 0
@@ -44,8 +44,8 @@ class Intake:
         staleness: where to go on counting.
     """
 
-    def __init__(self, part: Range, rules: Rules, staleness: Staleness | None = None) -> None:
-        self.part, self.rules, self.staleness = part, rules, staleness or Staleness()
+    def __init__(self, part: Range, rules: Rules, staleness: PushStaleness | None = None) -> None:
+        self.part, self.rules, self.staleness = part, rules, staleness or PushStaleness()
         self.pending: list[Push] = []
         self.taken = dict(part.seqs)
         self.since = 0.0  # when the oldest pending push came

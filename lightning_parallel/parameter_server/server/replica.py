@@ -30,13 +30,13 @@ from lightning_parallel.parameter_server.messages import (
 )
 from lightning_parallel.parameter_server.rules import Rules
 from lightning_parallel.parameter_server.sandblaster.lbfgs import check
-from lightning_parallel.parameter_server.server.chain import MANAGER, NoBoard, Place
+from lightning_parallel.parameter_server.server.chain import MANAGER, ChainMember, NoBoard
 from lightning_parallel.parameter_server.server.head import Intake
 from lightning_parallel.parameter_server.server.history import Range
 
 
-class Replica(Place):
-    """A range on a server, and what the server does for workers; see ``Place``."""
+class Replica(ChainMember):
+    """A range on a server, and what the server does for workers; see ``ChainMember``."""
 
     def __init__(
         self,

@@ -22,10 +22,10 @@ from lightning_parallel.parameter_server.job import Job
 from lightning_parallel.parameter_server.rules import Rules
 from lightning_parallel.parameter_server.table import Table
 from lightning_parallel.parameter_server.trainer.sandblaster.batch_worker import BatchWorker
-from lightning_parallel.parameter_server.trainer.sandblaster.coordinator import Coordinator
+from lightning_parallel.parameter_server.trainer.sandblaster.coordinator import SandblasterCoordinator
 from lightning_parallel.parameter_server.trainer.versions import Versions
 from lightning_parallel.parameter_server.trainer.worker import CountingFilters, Pace, ServerWorker
-from lightning_parallel.parameter_server.transport.session import Session
+from lightning_parallel.parameter_server.transport.session import WorkerSession
 from lightning_parallel.parameter_server.updates import AddDelta, Update
 from lightning_parallel.parameter_server.worker.island import Follower, Island
 
@@ -85,7 +85,7 @@ class Wishes:
         return CountingFilters(selectors, formats[0] if formats else None)
 
 
-class Plan:
+class ServerPlan:
     """A job's table, update and rules.
 
     Args:
@@ -166,7 +166,7 @@ class Plan:
         pace = Pace(self.wishes.n_push, self.wishes.n_fetch)
         if self.is_together:
             return self._join_together(job, rank, versions, timeout, era)
-        session: Session | Follower
+        session: WorkerSession | Follower
         meet = None if island is None else island.meet
         if island is None or island.leads:
             session = job.join(f"worker {rank}", self.wishes.make_filters(), timeout).start()
@@ -182,7 +182,7 @@ class Plan:
         worker.helping = job.help(f"worker {rank}", timeout).start()
         if rank == 0:
             optimizer = cast(torch.optim.LBFGS, self.optimizer)
-            worker.coordinator = Coordinator(job.coordinate(timeout=timeout).start(), optimizer, self.table)
+            worker.coordinator = SandblasterCoordinator(job.coordinate(timeout=timeout).start(), optimizer, self.table)
         return worker
 
     def _rates(self) -> Rates | None:

@@ -61,7 +61,7 @@ def average_into(buffers: Mapping[str, Tensor], everyone: Sequence[Mapping[str, 
             buffer.copy_(first[name])
 
 
-class Gather:
+class MetricGather:
     """What a torchmetrics object calls to get every worker's state; copies of a metric share it."""
 
     def __init__(self, gather: Callable[[Tensor], list[Tensor]], may_wait: Callable[[], bool]) -> None:
@@ -70,11 +70,11 @@ class Gather:
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [value.to(tensor.device) for value in self._gather(tensor)]
 
-    def __deepcopy__(self, memo: Any) -> Gather:
+    def __deepcopy__(self, memo: Any) -> MetricGather:
         return self
 
 
-def connect_metrics(module: nn.Module, gather: Gather) -> Callable[[], None]:
+def connect_metrics(module: nn.Module, gather: MetricGather) -> Callable[[], None]:
     """Have the module's metrics add up over workers where they compute outside of steps; returns what undoes it."""
     found = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is None]
     before = [metric.distributed_available_fn for metric in found]

@@ -63,7 +63,7 @@ class Ages:
 
 
 @dataclass(frozen=True)
-class _Note:
+class _AccessNote:
     access: Access
     seqs: Mapping[int, int]  # of the read
     number: int  # the servers' number of the worker
@@ -85,12 +85,12 @@ class Versions:
     staleness: int | None
     order: Callable[[int], Order]
     everyone: Callable[[Any], list[Any]]
-    _notes: deque[_Note] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _notes: deque[_AccessNote] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _ages: Ages = field(default_factory=Ages)
 
     def note(self, access: Access, seqs: Mapping[int, int], number: int, seq: int) -> None:
         """Keep an iteration until somebody asks."""
-        self._notes.append(_Note(access, dict(seqs), number, seq))
+        self._notes.append(_AccessNote(access, dict(seqs), number, seq))
 
     def take(self) -> list[Access]:
         """This worker's iterations since the last call whose updates are in by now."""
@@ -98,7 +98,7 @@ class Versions:
         notes, self._notes = list(self._notes), deque(maxlen=_KEPT)
         return [self._finished(note) for note in notes]
 
-    def _finished(self, note: _Note) -> Access:
+    def _finished(self, note: _AccessNote) -> Access:
         written = self._ages.written(note.number, note.seq)
         read = self._ages.held(note.seqs, note.number)
         if written is None:

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from lightning_parallel.measure.staleness import Access
 from lightning_parallel.parameter_server.filters import Filters
-from lightning_parallel.parameter_server.from_torch import Held, Rates, groups_of
+from lightning_parallel.parameter_server.from_torch import Rates, ServedOptimizer, groups_of
 from lightning_parallel.parameter_server.messages import Coded
 from lightning_parallel.parameter_server.table import Table
 from lightning_parallel.parameter_server.trainer.staging import Staging
 from lightning_parallel.parameter_server.trainer.versions import Versions
-from lightning_parallel.parameter_server.transport.session import Session
+from lightning_parallel.parameter_server.transport.session import WorkerSession
 from lightning_parallel.parameter_server.worker.island import Follower, Island
 from lightning_parallel.parameter_server.worker.reading import Result
 
@@ -75,7 +75,7 @@ class ServerWorker:
 
     def __init__(
         self,
-        session: Session | Follower,
+        session: WorkerSession | Follower,
         table: Table,
         optimizer: Optimizer,
         rates: Rates | None,
@@ -90,7 +90,7 @@ class ServerWorker:
         self.parameters = groups_of(optimizer)  # what the servers hold, by group
         self.staging = Staging(table, next((p.device for group in self.parameters for p in group), torch.device("cpu")))
         session.client.memory = self.staging.memory
-        self._held = Held(optimizer, may_freeze=rates is None)
+        self._held = ServedOptimizer(optimizer, may_freeze=rates is None)
         self.era, self._steps, self._island = era, 0, island
         self.before_push: Callable[[int, int], None] = lambda number, seq: None  # with all gradients so far
         self.together: Callable[[], None] = lambda: None  # waits for the members of an island

@@ -47,14 +47,14 @@ def has_boards() -> bool:
 
 
 @dataclass(frozen=True)
-class Places:
+class BoardPlaces:
     """Where the ranges of a table lie on a board; key -> bytes from its beginning to the range's words."""
 
     starts: dict[int, int]
     size: int
 
     @classmethod
-    def of(cls, layout: Layout) -> Places:
+    def of(cls, layout: Layout) -> BoardPlaces:
         """Of all ranges that are small enough."""
         starts, at = dict[int, int](), _STAMP
         for key in range(layout.num_ranges):
@@ -87,7 +87,7 @@ class Board(NoBoard):
     """
 
     def __init__(self, folder: Path, owner: str, layout: Layout) -> None:
-        self.path, self.places = folder / f"board.{owner}", Places.of(layout)
+        self.path, self.places = folder / f"board.{owner}", BoardPlaces.of(layout)
         file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
         try:
             take_room(file, 0, self.places.size, self.path)
@@ -126,7 +126,7 @@ class Board(NoBoard):
         self.path.unlink(missing_ok=True)
 
 
-class Place(NamedTuple):
+class BoardPlace(NamedTuple):
     """Where a range is shown: its tail's board as words and as bytes, its first word there, its bytes in the whole."""
 
     words: memoryview
@@ -146,9 +146,9 @@ class Boards:
 
     def __init__(self, folder: Path, layout: Layout, lease: float) -> None:
         self.folder, self.layout, self.lease = folder, layout, lease
-        self.places = Places.of(layout)
+        self.places = BoardPlaces.of(layout)
         self._view = -1
-        self._ranges: list[Place] | None = None
+        self._ranges: list[BoardPlace] | None = None
 
     def look(self, view: View, now: float) -> Shown | None:
         """All ranges as their tails show them, one vector and what each range holds; None if one does not.
@@ -175,7 +175,7 @@ class Boards:
             rows[key] = Rows(key, 0, values, seqs, {}, minimum, left)
         return vector, rows
 
-    def _range(self, place: Place, whole: memoryview) -> tuple[list[int], int] | None:
+    def _range(self, place: BoardPlace, whole: memoryview) -> tuple[list[int], int] | None:
         """One range, copied to where it belongs: workers and their pushes, the least clock."""
         words, at, (start, end) = place.words, place.at, place.bounds
         weights = 8 * at + _SLOT
@@ -189,7 +189,7 @@ class Boards:
                 return flat, minimum
         return None
 
-    def _find(self, view: View) -> list[Place] | None:
+    def _find(self, view: View) -> list[BoardPlace] | None:
         """The places of all ranges, or None if one has none."""
         maps, found = dict[str, memoryview | None](), []
         for key, (start, end) in enumerate(self.layout.bounds):
@@ -199,7 +199,7 @@ class Boards:
             raw = maps[tail]
             if raw is None or place is None:
                 return None
-            found.append(Place(raw.cast("q"), raw, place // 8, (4 * start, 4 * end)))
+            found.append(BoardPlace(raw.cast("q"), raw, place // 8, (4 * start, 4 * end)))
         return found
 
     def _map(self, owner: str) -> memoryview | None:

@@ -8,14 +8,14 @@ from lightning_parallel.parameter_server.transport.pyzmq import zmq
 
 
 @dataclass(frozen=True)
-class Keys:
+class CurveKeys:
     """CURVE keys of a job, made per run; whoever has them belongs to it."""
 
     public: bytes
     secret: bytes
 
     @classmethod
-    def make(cls) -> Keys:
+    def make(cls) -> CurveKeys:
         """New keys."""
         return cls(*zmq.curve_keypair())
 

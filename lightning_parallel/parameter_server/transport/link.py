@@ -22,7 +22,7 @@ from typing import Any
 from lightning_parallel.parameter_server import wire
 from lightning_parallel.parameter_server.messages import Append, Copy, Message, Push, Rows
 from lightning_parallel.parameter_server.transport.frames import INLINE_BYTES, Encoded, Frame, alone, frames
-from lightning_parallel.parameter_server.transport.keys import Keys
+from lightning_parallel.parameter_server.transport.keys import CurveKeys
 from lightning_parallel.parameter_server.transport.password import Password
 from lightning_parallel.parameter_server.transport.pyzmq import NOBLOCK, SNDMORE, zmq
 from lightning_parallel.parameter_server.transport.slab import Slab
@@ -79,7 +79,7 @@ def _inner(body: Any) -> int | None:
     return body.numbers.get("lsn") if isinstance(body, Copy) else None
 
 
-class Link:
+class PeerLink:
     """The way to one peer.
 
     Args:
@@ -104,7 +104,7 @@ class Link:
         counts: Counter[str],
         poller: zmq.Poller,
         slab: Slab | None = None,
-        proof: Keys | Password | None = None,
+        proof: CurveKeys | Password | None = None,
         patience: float = 5.0,
         most: int = QUEUE,
     ) -> None:

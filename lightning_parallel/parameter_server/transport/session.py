@@ -9,10 +9,10 @@ from lightning_parallel.parameter_server.transport.zeromq import Node
 from lightning_parallel.parameter_server.worker.client import Client
 from lightning_parallel.parameter_server.worker.reading import Result
 
-__all__ = ["LeaseLostError", "Session"]
+__all__ = ["LeaseLostError", "WorkerSession"]
 
 
-class Session(Driver):
+class WorkerSession(Driver):
     """What a worker's training loop talks to.
 
     Args:
@@ -25,7 +25,7 @@ class Session(Driver):
         assert isinstance(node.machine, Client)
         self.client = node.machine
 
-    def start(self, initial: Tensor | None = None) -> Session:
+    def start(self, initial: Tensor | None = None) -> WorkerSession:
         """Join the job and offer first weights; the first that come count."""
         self._enter(self.client.start)
         if initial is not None:

@@ -18,8 +18,8 @@ from typing import cast
 from lightning_parallel.parameter_server import messages as m
 from lightning_parallel.parameter_server.server.chain import MANAGER
 from lightning_parallel.parameter_server.transport.inbox import Inbox
-from lightning_parallel.parameter_server.transport.keys import Keys, is_local
-from lightning_parallel.parameter_server.transport.link import QUEUE, Link
+from lightning_parallel.parameter_server.transport.keys import CurveKeys, is_local
+from lightning_parallel.parameter_server.transport.link import QUEUE, PeerLink
 from lightning_parallel.parameter_server.transport.password import Password
 from lightning_parallel.parameter_server.transport.pyzmq import zmq
 from lightning_parallel.parameter_server.transport.slab import Slab, SlabReader
@@ -55,7 +55,7 @@ class Node:
         most: int = 1 << 32,
         slab: Slab | None = None,
         shared: Path | None = None,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
         patience: float = 5.0,
         borrows: bool = False,
         queue: int = QUEUE,
@@ -67,7 +67,7 @@ class Node:
         self.machine, self.job, self.book, self.keys, self.slab = machine, job, dict(book), keys, slab
         self.patience, self.queue, self.counts = patience, queue, Counter[str]()
         self.context, self.poller = zmq.Context(), zmq.Poller()
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, PeerLink] = {}
         self._number = time.time_ns()  # of the next message; one that is started again goes on above the last
         self._learnt = 0
         router = self.context.socket(zmq.ROUTER)
@@ -97,14 +97,14 @@ class Node:
             else:
                 self.counts["unreachable"] += 1
 
-    def _link(self, target: str) -> Link | None:
+    def _link(self, target: str) -> PeerLink | None:
         """The way to a peer, made when it is needed first; None if nobody said where it is."""
         link, endpoint = self.links.get(target), self.book.get(target)
         if link is None and endpoint is not None and (self.keys is not None or is_local(endpoint)):
             slab = self.slab if endpoint.startswith("ipc://") else None
             me, poller, proof, patience = self.machine.address, self.poller, self.proof(endpoint), self.patience
             try:
-                link = Link(
+                link = PeerLink(
                     self.context, me, endpoint, self.job, self.counts, poller, slab, proof, patience, self.queue
                 )
             except zmq.ZMQError:  # there is no such place
@@ -112,7 +112,7 @@ class Node:
             self.links[target] = link
         return link
 
-    def proof(self, endpoint: str) -> Keys | Password | None:
+    def proof(self, endpoint: str) -> CurveKeys | Password | None:
         """How ends of a connection show each other that they are of this job; the file system keeps ipc."""
         return self.keys or (self._password if endpoint.startswith("tcp://") else None)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 
 
 class _Sums:
@@ -65,7 +65,7 @@ class DeferredBatchNorm:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, add_up: Callable[[Mapping[str, Tensor]], None] | None = None
+        self, model: nn.Module, cut: CutModel, add_up: Callable[[Mapping[str, Tensor]], None] | None = None
     ) -> None:
         self._cut, self._add_up = cut, add_up
         self._names = {module: name for name, module in model.named_modules()}

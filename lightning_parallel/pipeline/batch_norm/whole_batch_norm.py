@@ -32,7 +32,7 @@ from lightning_parallel.parallel.batch_statistics import (
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.runtime.turns import in_turn, meet
 from lightning_parallel.pipeline.schedule import Schedule
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.side_effects import Attributes, is_same
 
 INSTEAD = (
@@ -69,7 +69,7 @@ class WholeBatchNorm:
         add_up: sums over the copies of the model whose rows count as one batch, or None.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, stages: Sequence[int], add_up: AddUp | None = None) -> None:
+    def __init__(self, model: nn.Module, cut: CutModel, stages: Sequence[int], add_up: AddUp | None = None) -> None:
         self._cut, self._add_up = cut, add_up
         norms = {
             m: name for name, m in model.named_modules()
@@ -221,7 +221,7 @@ def _row_by_row(norm: Any, x: Tensor) -> Tensor:
     return scaled(x * 1, norm.weight, norm.bias).to(x.dtype)
 
 
-def _stage_of(name: str, cut: Cut) -> int | None:
+def _stage_of(name: str, cut: CutModel) -> int | None:
     """The stage of a module; None: every one runs it."""
     around = (unit.stage for unit in cut.layout.units if f"{name}.".startswith(f"{unit.name}."))
     return next(around, None)

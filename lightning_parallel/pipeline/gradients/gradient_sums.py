@@ -22,18 +22,18 @@ from lightning_parallel.pipeline.gradients.buckets import BucketSum, buckets, vi
 from lightning_parallel.pipeline.gradients.early_sums import Round
 from lightning_parallel.pipeline.gradients.fresh_gradients import FreshGradients
 from lightning_parallel.pipeline.gradients.sum_order import plan, shares_of
-from lightning_parallel.pipeline.parameters.table import Entry, ParameterTable
+from lightning_parallel.pipeline.parameters.table import ParameterEntry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 
 Groups = Mapping[tuple[int, ...], Any]  # a process group for each set of rows, by sorted rows
 _Finals = dict[int, list[nn.Parameter]]
 
 
-class _Bucket(NamedTuple):
+class _GradientBucket(NamedTuple):
     """Parameters whose gradients travel together, and the ranks that add them up."""
 
     group: Any
-    content: list[tuple[Entry, nn.Parameter]]
+    content: list[tuple[ParameterEntry, nn.Parameter]]
 
 
 class GradientSums:
@@ -64,9 +64,9 @@ class GradientSums:
         self._table, self._gradients, self._groups = table, gradients, {False: holders, True: copies}
         self._comes_unseen, self._comes_late = comes_unseen, comes_late
         self._parameters = dict(table.own())
-        self._plans: dict[Any, tuple[_Finals, list[_Bucket]]] = {}
-        self._by_first: dict[nn.Parameter, _Bucket] = {}
-        self._under_way: list[tuple[list[_Given], BucketSum]] = []
+        self._plans: dict[Any, tuple[_Finals, list[_GradientBucket]]] = {}
+        self._by_first: dict[nn.Parameter, _GradientBucket] = {}
+        self._under_way: list[tuple[list[_SentGradient], BucketSum]] = []
         self._is_off = {over_copies: not groups for over_copies, groups in self._groups.items()}
         self.over_copies = False
 
@@ -93,15 +93,17 @@ class GradientSums:
         self._by_first = {held[0]: bucket for held, bucket in zip(parameters, coming, strict=True)}
         return Round(schedule.actions[self._table.row], finals, parameters, self)
 
-    def _plan(self, schedule: Schedule) -> tuple[_Finals, list[_Bucket]]:
+    def _plan(self, schedule: Schedule) -> tuple[_Finals, list[_GradientBucket]]:
         """For each action of this rank the parameters whose gradients are final with it; all buckets in order."""
         finals: _Finals = {}
-        found: list[_Bucket] = []
+        found: list[_GradientBucket] = []
         for action, share in plan(schedule, shares_of(self._table, self.over_copies), self._table.row):
             held = [(entry, self._parameters[entry]) for entry in share.entries]
             trained = [pair for pair in held if pair[1].requires_grad][::-1]  # as a backward makes them
             rest, group = iter(trained), self._groups[self.over_copies][tuple(sorted(share.rows))]
-            found += [_Bucket(group, [next(rest) for _ in bucket]) for bucket in buckets([p for _, p in trained])]
+            found += [
+                _GradientBucket(group, [next(rest) for _ in bucket]) for bucket in buckets([p for _, p in trained])
+            ]
             finals.setdefault(action, []).extend(parameter for _, parameter in trained)
         return finals, found
 
@@ -125,13 +127,13 @@ class GradientSums:
         given = [self._given(entry, parameter) for entry, parameter in content]
         self._under_way.append((given, BucketSum([gradient.whole() for gradient in given], group)))
 
-    def _given(self, entry: Entry, parameter: nn.Parameter) -> _Given:
+    def _given(self, entry: ParameterEntry, parameter: nn.Parameter) -> _SentGradient:
         """What of a gradient goes into a sum now."""
         fresh = parameter.grad
         refuse_sparse(entry, fresh)
         adds = self.over_copies and entry.is_counted_on(self._table.row)  # all holders have all that accumulated
         before = self._gradients.before(parameter) if adds else None
-        return _Given(parameter, fresh, adds, before, (_version(fresh), _version(before)))
+        return _SentGradient(parameter, fresh, adds, before, (_version(fresh), _version(before)))
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class GradientSums:
         self.take(stale=False)
 
 
-class _Given(NamedTuple):
+class _SentGradient(NamedTuple):
     """What of a parameter's gradient went into a sum, and in which state it was."""
 
     parameter: nn.Parameter
@@ -184,7 +186,7 @@ class _Given(NamedTuple):
         return fresh is not self.fresh or before is not self.before or now != self.versions
 
 
-def refuse_sparse(entry: Entry, gradient: Tensor | None) -> None:
+def refuse_sparse(entry: ParameterEntry, gradient: Tensor | None) -> None:
     """Raise for a gradient that cannot be added up with other ranks'."""
     if gradient is not None and gradient.layout != torch.strided:
         raise ValueError(f"The gradient of `{entry.name}` is sparse, which ranks do not add up. Use sparse=False.")

@@ -10,33 +10,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_parallel.pipeline.parameters.table import Entry, ParameterTable
+from lightning_parallel.pipeline.parameters.table import ParameterEntry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Share:
+class GradientGroup:
     """Parameters that the same rows hold for the same stages: their gradients are ready at one moment."""
 
     stages: tuple[int, ...]
     rows: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
 
 
-def shares_of(table: ParameterTable, alone: bool = False) -> list[Share]:
+def shares_of(table: ParameterTable, alone: bool = False) -> list[GradientGroup]:
     """The parameters that several rows hold, in the order of the model, gathered by stages and rows.
 
     Args:
         table: the parameters.
         alone: those that one row holds too.
     """
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Entry]] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[ParameterEntry]] = {}
     for entry in table.entries if alone else table.shared():
         found.setdefault((entry.stages, entry.rows), []).append(entry)
-    return [Share(stages, rows, tuple(entries)) for (stages, rows), entries in found.items()]
+    return [GradientGroup(stages, rows, tuple(entries)) for (stages, rows), entries in found.items()]
 
 
-def plan(schedule: Schedule, shares: Sequence[Share], row: int) -> list[tuple[int, Share]]:
+def plan(schedule: Schedule, shares: Sequence[GradientGroup], row: int) -> list[tuple[int, GradientGroup]]:
     """The shares of a row in the order in which all rows begin their sums, each with the action it waits for.
 
     Of shares that are ready at one moment those of fewer rows come first, which wait for fewer ranks.
@@ -46,7 +46,7 @@ def plan(schedule: Schedule, shares: Sequence[Share], row: int) -> list[tuple[in
     """
     numbers = {step.action.key: number for number, step in enumerate(schedule.order)}
 
-    def last(share: Share, of: int) -> tuple[int, int]:
+    def last(share: GradientGroup, of: int) -> tuple[int, int]:
         """When a row's last backward of a share is: in the order of all actions, and in the row."""
         ends = [
             (numbers[action.key], at)

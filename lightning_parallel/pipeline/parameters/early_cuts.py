@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.parallel.uncut import Uncut
-from lightning_parallel.pipeline.parameters.table import Entry
+from lightning_parallel.pipeline.parameters.table import ParameterEntry
 from lightning_parallel.pipeline.transport.axis_line import AxisLine
 
 
@@ -37,7 +37,10 @@ class EarlyCuts:
             self.done.add(parameter)
 
     def take(
-        self, own: Iterable[tuple[Entry, nn.Parameter]], device: torch.device, but: Collection[nn.Parameter] = ()
+        self,
+        own: Iterable[tuple[ParameterEntry, nn.Parameter]],
+        device: torch.device,
+        but: Collection[nn.Parameter] = (),
     ) -> None:
         """Leave this rank's part of its other parameters, on the device.
 

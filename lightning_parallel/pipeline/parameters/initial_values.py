@@ -37,7 +37,7 @@ _KEPT_ELEMENTS = 1 << 16  # of parameters on other devices than the host; there 
 
 
 @dataclass(frozen=True)
-class _View:
+class _ElementView:
     """Elements of a parameter that has no memory."""
 
     key: int
@@ -58,7 +58,7 @@ class _Write:
 
 
 @dataclass
-class _Storage:
+class _ParameterStorage:
     """What a parameter's memory would be: its values before anything was noted, and the numbers of writes to it."""
 
     numel: int
@@ -74,7 +74,7 @@ class Drawing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, _ParameterStorage] = {}
         self._writes: list[_Write] = []
         self._alive: list[Any] = []  # storages, whose addresses must not be given to others
 
@@ -92,7 +92,7 @@ class Drawing(TorchDispatchMode):
         self._alive.append(storage)
         keeps = real.device.type == "cpu" or real.numel() <= _KEPT_ELEMENTS
         whole = real.as_strided((_extent(real),), (1,), 0) if keeps else None
-        self._storages[storage._cdata] = _Storage(_extent(real), real.dtype, real.device, whole)
+        self._storages[storage._cdata] = _ParameterStorage(_extent(real), real.dtype, real.device, whole)
         self.know(parameter)
 
     def know(self, parameter: nn.Parameter) -> None:
@@ -148,7 +148,7 @@ class Drawing(TorchDispatchMode):
 
     # -- from what was noted to values ---------------------------------------------------------------------------------
 
-    def _real(self, view: _View, until: int, memo: dict[tuple[int, int], Tensor]) -> Tensor:
+    def _real(self, view: _ElementView, until: int, memo: dict[tuple[int, int], Tensor]) -> Tensor:
         """What a view shows before the write of number `until`."""
         storage = self._storages[view.key]
         done = sum(number < until for number in storage.writes)
@@ -166,7 +166,7 @@ class Drawing(TorchDispatchMode):
         write = self._writes[number]
 
         def real(x: Any) -> Any:
-            if not isinstance(x, _View):
+            if not isinstance(x, _ElementView):
                 return x
             return flat.as_strided(x.size, x.stride, x.offset) if x.key == key else self._real(x, number, memo)
 
@@ -186,9 +186,9 @@ class Drawing(TorchDispatchMode):
     def _knows(self, tensor: Tensor) -> bool:
         return tensor.device.type == "meta" and tensor.untyped_storage()._cdata in self._storages
 
-    def _view(self, tensor: Tensor) -> _View:
+    def _view(self, tensor: Tensor) -> _ElementView:
         key = tensor.untyped_storage()._cdata
-        return _View(key, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return _ElementView(key, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _viewed(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self._view(x) if self._knows(x) else x.detach(), tree)
@@ -266,7 +266,7 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _overwrites(write: _Write, numel: int) -> bool:
-    first = next((x for x in write.args if isinstance(x, _View)), None)
+    first = next((x for x in write.args if isinstance(x, _ElementView)), None)
     count = 1
     for n in first.size if first is not None else ():
         count *= n

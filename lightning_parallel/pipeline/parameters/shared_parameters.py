@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_parallel.pipeline.gradients.data_axis import DataAxis
 from lightning_parallel.pipeline.gradients.gradient_sums import GradientSums, equalize_gradients, refuse_sparse
 from lightning_parallel.pipeline.parameters.replica_check import equalize_buffers
-from lightning_parallel.pipeline.parameters.table import Entry, ParameterTable, sum_shared_gradients
-from lightning_parallel.pipeline.transport.model_replica import Copy
+from lightning_parallel.pipeline.parameters.table import ParameterEntry, ParameterTable, sum_shared_gradients
+from lightning_parallel.pipeline.transport.model_replica import ModelReplica
 
 
-class SharedParameters(Copy):
+class SharedParameters(ModelReplica):
     """A copy of a model whose ranks share parameters.
 
     Attributes:
@@ -31,7 +31,7 @@ class SharedParameters(Copy):
     """
 
     table: ParameterTable
-    own: list[tuple[Entry, nn.Parameter]]
+    own: list[tuple[ParameterEntry, nn.Parameter]]
     data: DataAxis
     sums: GradientSums | None
     _groups: dict[tuple[int, ...], Any]
@@ -101,7 +101,7 @@ class SharedParameters(Copy):
         left = [entry for entry in used if entry.name not in totals]
         sum_shared_gradients(self.table, left, gradients, self.all_reduce_over)
 
-    def _agree_on_shared(self, made: Collection[str], stale: bool) -> tuple[list[Entry], bool]:
+    def _agree_on_shared(self, made: Collection[str], stale: bool) -> tuple[list[ParameterEntry], bool]:
         """Which parameters that several ranks hold have a gradient on some, and whether what some rank sent is stale.
 
         Who made one is agreed on the host, and only where there are bare parameters (a unit uses its own) or the device

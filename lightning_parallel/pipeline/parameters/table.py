@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.partition.layout import Layout
+from lightning_parallel.pipeline.partition.layout import StageLayout
 from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """One parameter of the model.
 
     Attributes:
@@ -52,7 +52,7 @@ class ParameterTable:
         row: the row of this rank.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, holders: Sequence[Sequence[int]], row: int) -> None:
+    def __init__(self, model: nn.Module, layout: StageLayout, holders: Sequence[Sequence[int]], row: int) -> None:
         self.model, self.layout, self.holders, self.row = model, layout, holders, row
         stage_of_unit = {unit.name: unit.stage for unit in layout.units}
         every = tuple(range(layout.num_stages))
@@ -65,7 +65,7 @@ class ParameterTable:
             bare |= {id(parameter)} if unit is None else set()
             stages.setdefault(id(parameter), set()).update(every if unit is None else (stage_of_unit[unit],))
         self.entries = tuple(
-            Entry(found[0], tuple(found), tuple(sorted(stages[key])), self._rows_of(stages[key]), key in bare)
+            ParameterEntry(found[0], tuple(found), tuple(sorted(stages[key])), self._rows_of(stages[key]), key in bare)
             for key, found in names.items()
         )
         self.by_name = {name: entry for entry in self.entries for name in entry.names}
@@ -95,7 +95,7 @@ class ParameterTable:
     def owns(self, name: str) -> bool:
         return self.row in self.by_name[name].rows
 
-    def own(self) -> Iterator[tuple[Entry, nn.Parameter]]:
+    def own(self) -> Iterator[tuple[ParameterEntry, nn.Parameter]]:
         """This rank's parameters, in the order of the whole model."""
         for entry in self.entries:
             if self.row in entry.rows:
@@ -112,7 +112,7 @@ class ParameterTable:
                 found[entry.name] = block
         return found
 
-    def shared(self) -> list[Entry]:
+    def shared(self) -> list[ParameterEntry]:
         """Parameters that several ranks hold."""
         return [entry for entry in self.entries if len(entry.rows) > 1]
 
@@ -151,7 +151,7 @@ class ParameterTable:
 
 def sum_shared_gradients(
     table: ParameterTable,
-    used: Sequence[Entry],
+    used: Sequence[ParameterEntry],
     gradients: dict[str, Tensor | None],
     all_reduce: Callable[[Tensor, Sequence[int]], None],
 ) -> None:

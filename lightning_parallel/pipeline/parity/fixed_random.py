@@ -20,11 +20,11 @@ from lightning_parallel.pipeline.phantoms.phantom import Phantom
 _Z, _U = 0.5, 0.45  # what stands for a normal and for a uniform draw
 
 
-class HeldStill(TorchFunctionMode):
+class FixedRandom(TorchFunctionMode):
     """Inside, torch's random functions give numbers that depend on no shape.
 
     Example:
-        >>> with HeldStill():
+        >>> with FixedRandom():
         ...     x, y = torch.randn(2), torch.randint(10, (1,))
         >>> x, y
         (tensor([0.5000, 0.5000]), tensor([5]))

@@ -28,7 +28,7 @@ class Number(NamedTuple):
 Logged = Mapping[str, Number]
 
 
-class Told(NamedTuple):
+class StepReport(NamedTuple):
     """What a run of the step tells: its loss, what it logs, and what it returns, if that is to be compared."""
 
     loss: Tensor | None
@@ -51,11 +51,11 @@ class LossCheck:
         rounding: Rounding,
         sizes: Sequence[int],
         weights: Sequence[float | Tensor],
-        look: Callable[[Any], Told],
+        look: Callable[[Any], StepReport],
     ) -> None:
         self._rounding, self._sizes, self._weights, self.look = rounding, sizes, weights, look
 
-    def differs(self, parts: Sequence[Told], whole: Told, exactly: bool = False) -> str:
+    def differs(self, parts: Sequence[StepReport], whole: StepReport, exactly: bool = False) -> str:
         """What is wrong with the loss, or with what is returned; ""; exactly: nothing may jump for rounding."""
         sizes, weights = self._sizes[: len(parts)], self._weights[: len(parts)]
         near = self._rounding.of_exact_losses if exactly else self._rounding.of_losses
@@ -72,7 +72,7 @@ class LossCheck:
                 )
         return self._returned_differs(parts, whole, exactly)
 
-    def _returned_differs(self, parts: Sequence[Told], whole: Told, exactly: bool) -> str:
+    def _returned_differs(self, parts: Sequence[StepReport], whole: StepReport, exactly: bool) -> str:
         joined = microbatch.join([part.returned for part in parts], self._sizes, self._weights)
         pairs = zip(microbatch.leaves(joined), microbatch.leaves(whole.returned), strict=False)
         tensors = [(mine, wanted) for mine, wanted in pairs if isinstance(mine, Tensor) and isinstance(wanted, Tensor)]
@@ -88,11 +88,11 @@ class LossCheck:
             " row alone, or use num_microbatches=1. check_loss=False skips this comparison."
         )
 
-    def doubts(self, parts: Sequence[Told], whole: Told) -> bool:
+    def doubts(self, parts: Sequence[StepReport], whole: StepReport) -> bool:
         """Whether a number is logged otherwise than in one process."""
         return bool(self._differing(parts, whole))
 
-    def warn(self, parts: Sequence[Told], whole: Told, again: Told) -> None:
+    def warn(self, parts: Sequence[StepReport], whole: StepReport, again: StepReport) -> None:
         """Warn of what is logged otherwise than in one process; not of random numbers.
 
         Warns:
@@ -111,7 +111,7 @@ class LossCheck:
                 stacklevel=2,
             )
 
-    def _differing(self, parts: Sequence[Told], whole: Told) -> list[str]:
+    def _differing(self, parts: Sequence[StepReport], whole: StepReport) -> list[str]:
         near = self._rounding.of_losses
         return [
             name
@@ -120,7 +120,7 @@ class LossCheck:
             and not is_close(self._joined(name, parts, number), number.value, near)
         ]
 
-    def _joined(self, name: str, parts: Sequence[Told], number: Number) -> Tensor:
+    def _joined(self, name: str, parts: Sequence[StepReport], number: Number) -> Tensor:
         return number.join([part.logged[name].value for part in parts], self._weights)
 
 

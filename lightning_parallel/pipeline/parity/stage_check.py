@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.batch.fields import Cutting, Name
-from lightning_parallel.pipeline.parity.fixed_random import HeldStill
+from lightning_parallel.pipeline.parity.fixed_random import FixedRandom
 from lightning_parallel.pipeline.parity.in_float64 import in_float64
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.stage.rounds import Handed, Rounds
 from lightning_parallel.pipeline.stage.snapshot import untouched
@@ -126,7 +126,7 @@ class StageCheck:
 
     Args:
         rounds: knows how micro-batches go through stages one by one.
-        seats: this rank's stages.
+        executors: this rank's stages.
         all_gather: gives every rank's object to every rank of the copy.
         judge: of the last stage.
         rounding: of values.
@@ -135,7 +135,7 @@ class StageCheck:
     def __init__(
         self,
         rounds: Rounds,
-        seats: Sequence[Seat],
+        executors: Sequence[StageExecutor],
         all_gather: Callable[[Any], list[Any]],
         judge: Judge,
         rounding: Rounding,
@@ -145,7 +145,7 @@ class StageCheck:
         self._unsaid: Callable[[], None] | None = None  # what is warned of where nothing is wrong
         self._exactly = False  # everything computes in float64
         self._failure = ""  # why that could not be
-        self.seats = sorted(seats, key=lambda seat: seat.stage)
+        self.executors = sorted(executors, key=lambda executor: executor.stage)
 
     def compare(self, work: StepWork, whole: Step, sizes: Sequence[int], fields: Fields) -> bool:
         """Compare all stages; all ranks of the copy call it.
@@ -178,7 +178,7 @@ class StageCheck:
         if first is None:
             if self._unsaid is not None:
                 self._unsaid()
-            return all(passes[seat.stage][-1] is not None for seat in self.seats)
+            return all(passes[executor.stage][-1] is not None for executor in self.executors)
         if first in passes:
             raise ValueError(found[first])
         self.all_gather(None)  # that stage's rank says what is wrong
@@ -189,9 +189,9 @@ class StageCheck:
     ) -> tuple[dict[int, str], dict[int, str]]:
         """What is wrong with each stage of the copy, and what differs more than rounding and less than that."""
         mine = {}
-        for seat in self.seats:
-            said = self._finding(seat, work, passes[seat.stage], sizes, fields)
-            mine[seat.stage] = said, "" if said else self._suspects(seat, work, passes[seat.stage], sizes)
+        for executor in self.executors:
+            said = self._finding(executor, work, passes[executor.stage], sizes, fields)
+            mine[executor.stage] = said, "" if said else self._suspects(executor, work, passes[executor.stage], sizes)
         told = {stage: both for of in self.all_gather(mine) for stage, both in of.items()}
         return {stage: said for stage, (said, _) in told.items()}, {stage: seen for stage, (_, seen) in told.items()}
 
@@ -216,28 +216,28 @@ class StageCheck:
 
     def _all(self, work: StepWork, whole: Step, units: Sequence[dict[str, Any]]) -> dict[int, list[Looked | None]]:
         """Every micro-batch, and the whole batch at last, through this rank's stages."""
-        passes: dict[int, list[Looked | None]] = {seat.stage: [] for seat in self.seats}
+        passes: dict[int, list[Looked | None]] = {executor.stage: [] for executor in self.executors}
         for step, known in zip([*work.steps, whole], units, strict=True):
-            for seat in self.seats:
-                passes[seat.stage].append(self._go(seat, step, known))
+            for executor in self.executors:
+                passes[executor.stage].append(self._go(executor, step, known))
         return passes
 
-    def _go(self, seat: Seat, step: Step, known: dict[str, Any]) -> Looked | None:
+    def _go(self, executor: StageExecutor, step: Step, known: dict[str, Any]) -> Looked | None:
         """One pass of one stage; None where memory did not suffice."""
-        handed = self.rounds.take(seat, known, grad=False)
+        handed = self.rounds.take(executor, known, grad=False)
         if handed.is_void:
-            self.rounds.hand_void(seat)
+            self.rounds.hand_void(executor)
             return None
         try:
-            run, looked = self._look(seat, step, handed)
+            run, looked = self._look(executor, step, handed)
         except torch.OutOfMemoryError as error:
             self._failure = str(error)
-            self.rounds.hand_void(seat)
+            self.rounds.hand_void(executor)
             return None
         except Exception as error:
             if self._exactly:
                 self._failure = f"{type(error).__name__}: {error}"
-                self.rounds.hand_void(seat)
+                self.rounds.hand_void(executor)
                 return None
             raise ValueError(
                 "The micro-batches could not be compared with the whole batch: without gradients, in evaluation mode,"
@@ -245,15 +245,15 @@ class StageCheck:
                 " by itself and that the loss is a mean over rows; check_loss=False then skips this comparison, and"
                 " num_microbatches=1 needs none."
             ) from error
-        self.rounds.hand(seat, run, handed)
+        self.rounds.hand(executor, run, handed)
         return looked
 
-    def _look(self, seat: Seat, step: Step, handed: Handed, number: int = 0) -> tuple[StageRun, Looked]:
+    def _look(self, executor: StageExecutor, step: Step, handed: Handed, number: int = 0) -> tuple[StageRun, Looked]:
         inputs = {place: value.clone() for place, value in handed.inputs.items()}  # the step may write into them
-        run = self.rounds.begin(seat, replace(handed, inputs=inputs), self.cut.streams.begin(0, number))
+        run = self.rounds.begin(executor, replace(handed, inputs=inputs), self.cut.streams.begin(0, number))
         with (
             in_float64() if self._exactly else nullcontext(),
-            HeldStill(),
+            FixedRandom(),
             torch.compiler.set_stance("force_eager"),  # nobody compiles for other shapes and modes
         ):
             result = as_far_as_it_goes(run, step)
@@ -272,19 +272,19 @@ class StageCheck:
         if self.cut.windows is not None:
             return ""  # copies would not meet
         inputs = {place: value.detach().clone() for place, value in run.inputs.items()}
-        handed, seat = Handed({}, run.known, inputs=inputs), next(s for s in self.seats if s.stage == run.stage)
+        handed, executor = Handed({}, run.known, inputs=inputs), next(s for s in self.executors if s.stage == run.stage)
         with torch.no_grad(), untouched(self.cut.model), self.rounds.without_graphs():
             self.cut.model.eval()
-            if self._runs(seat, step, handed):
+            if self._runs(executor, step, handed):
                 return ""  # it fails at times
             for name, change in fields.trials():
-                if change != "empty" and self._runs(seat, fields.change(name, change)[0][number], handed):
+                if change != "empty" and self._runs(executor, fields.change(name, change)[0][number], handed):
                     return fields.words(name, change)
         return ""
 
-    def _runs(self, seat: Seat, step: Step, handed: Handed) -> bool:
+    def _runs(self, executor: StageExecutor, step: Step, handed: Handed) -> bool:
         try:
-            self._look(seat, step, handed)
+            self._look(executor, step, handed)
         except Exception:
             return False
         return True
@@ -292,27 +292,34 @@ class StageCheck:
     # -- what differs --------------------------------------------------------------------------------------------------
 
     def _finding(
-        self, seat: Seat, work: StepWork, passes: Sequence[Looked | None], sizes: Sequence[int], fields: Fields
+        self,
+        executor: StageExecutor,
+        work: StepWork,
+        passes: Sequence[Looked | None],
+        sizes: Sequence[int],
+        fields: Fields,
     ) -> str:
         """What is wrong with a stage's values, or ""."""
         looked = [of for of in passes if of is not None]
         if len(looked) < len(passes):
             return ""
-        said = self._differs(seat, work, looked, sizes)
-        doubted = seat.departure is None and not said and self._doubts(looked)
+        said = self._differs(executor, work, looked, sizes)
+        doubted = executor.departure is None and not said and self._doubts(looked)
         if not said and not doubted:
             return ""
-        again = self._look(seat, work.steps[0], looked[0].handed, number=1)[1]
-        if said and self._is_random(seat, work, looked[0], again):
+        again = self._look(executor, work.steps[0], looked[0].handed, number=1)[1]
+        if said and self._is_random(executor, work, looked[0], again):
             return (
                 "The micro-batches could not be compared with the whole batch: the step draws random numbers by other"
                 " means than torch's functions, and other ones for the whole batch. Draw them with torch, or make sure"
                 " that every row is treated by itself; check_loss=False then skips this comparison."
             )
-        for name, change in fields.trials(at_loss=seat.departure is None):
+        for name, change in fields.trials(at_loss=executor.departure is None):
             with suppress(Exception):  # what cannot run shows nothing
-                if self._is_equal_with(seat, work, looked, sizes, *fields.change(name, change), only=change != "empty"):
-                    return f"{self._what(seat, looked, sizes)} {fields.words(name, change)}"
+                if self._is_equal_with(
+                    executor, work, looked, sizes, *fields.change(name, change), only=change != "empty"
+                ):
+                    return f"{self._what(executor, looked, sizes)} {fields.words(name, change)}"
         if doubted:
             self._unsaid = partial(self.judge.warn, [of.result for of in looked[:-1]], looked[-1].result, again.result)
         return said
@@ -321,27 +328,28 @@ class StageCheck:
         return self.judge.doubts([of.result for of in looked[:-1]], looked[-1].result)
 
     def _is_equal_with(
-        self, seat: Seat, work: StepWork, looked: Sequence[Looked], sizes: Sequence[int], steps: Sequence[Step],
+        self, executor: StageExecutor, work: StepWork, looked: Sequence[Looked], sizes: Sequence[int],
+        steps: Sequence[Step],
         whole: Step, only: bool,
     ) -> bool:  # fmt: skip
         """Whether nothing differs with other micro-batches (and, unless they are `only` changed, another batch)."""
-        again = [self._look(seat, s, of.handed)[1] for s, of in zip(steps, looked[:-1], strict=True)]
-        again.append(looked[-1] if only else self._look(seat, whole, looked[-1].handed)[1])
-        if self._differs(seat, work, again, sizes, strictly=True):
+        again = [self._look(executor, s, of.handed)[1] for s, of in zip(steps, looked[:-1], strict=True)]
+        again.append(looked[-1] if only else self._look(executor, whole, looked[-1].handed)[1])
+        if self._differs(executor, work, again, sizes, strictly=True):
             return False
-        return seat.departure is not None or not self._doubts(again)
+        return executor.departure is not None or not self._doubts(again)
 
-    def _is_random(self, seat: Seat, work: StepWork, first: Looked, again: Looked) -> bool:
+    def _is_random(self, executor: StageExecutor, work: StepWork, first: Looked, again: Looked) -> bool:
         """Whether the first micro-batch gives something else with other random numbers."""
-        if seat.departure is None:
+        if executor.departure is None:
             return bool(self.judge.differs([first.result], again.result))
-        places = self._places(seat, work, first)
+        places = self._places(executor, work, first)
         return any(not torch.equal(first.outputs[place], again.outputs[place]) for place in places)
 
-    def _places(self, seat: Seat, work: StepWork, looked: Looked) -> list[Place]:
+    def _places(self, executor: StageExecutor, work: StepWork, looked: Looked) -> list[Place]:
         """What travels from a stage."""
         signature, places = work.signatures[0], list[Place]()
-        for departure in seat.targets(signature):
+        for departure in executor.targets(signature):
             contract = departure.agreed(signature)
             if contract is None:  # every transfer is agreed on anew
                 places += [place for place in looked.outputs if isinstance(place, int)]
@@ -351,60 +359,65 @@ class StageCheck:
         return [place for place in dict.fromkeys(places) if place in looked.outputs]
 
     def _differs(
-        self, seat: Seat, work: StepWork, looked: Sequence[Looked], sizes: Sequence[int], strictly: bool = False
+        self,
+        executor: StageExecutor,
+        work: StepWork,
+        looked: Sequence[Looked],
+        sizes: Sequence[int],
+        strictly: bool = False,
     ) -> str:
         *parts, whole = looked
-        if seat.departure is None:
+        if executor.departure is None:
             return self.judge.differs([of.result for of in parts], whole.result, exactly=self._exactly)
         near, everywhere = self.rounding.of_values, False
         if self._exactly:
             near, everywhere = self.rounding.of_entries, True
-        for values, other in self._handed_on(seat, work, looked):
+        for values, other in self._handed_on(executor, work, looked):
             equal = is_joined(values, other, sizes, near, everywhere)
             if equal is False or (strictly and equal is None):
                 which = rows_apart(values, other, sizes, near) if everywhere else ""
                 return (
-                    f"{self._what(seat, looked, sizes)} {which}Rows of a batch do not stay apart there. Use"
+                    f"{self._what(executor, looked, sizes)} {which}Rows of a batch do not stay apart there. Use"
                     " num_microbatches=1, or modules that treat every row by itself; check_loss=False skips this"
                     " comparison."
                 )
         return ""
 
     def _suspects(
-        self, seat: Seat, work: StepWork, passes: Sequence[Looked | None], sizes: Sequence[int]
+        self, executor: StageExecutor, work: StepWork, passes: Sequence[Looked | None], sizes: Sequence[int]
     ) -> str:  # fmt: skip
         """What differs more than rounding explains, and not enough to be a fault; ""."""
         looked = [of for of in passes if of is not None]
         if self._exactly or len(looked) < len(passes):
             return ""
         *parts, whole = looked
-        if seat.departure is None:
+        if executor.departure is None:
             return self.judge.differs([of.result for of in parts], whole.result, exactly=True)
-        for values, other in self._handed_on(seat, work, looked):
+        for values, other in self._handed_on(executor, work, looked):
             near = self.rounding.of_entries
             if is_joined(values, other, sizes, near, everywhere=True) is False:
-                return f"{self._what(seat, looked, sizes)} {rows_apart(values, other, sizes, near)}"
+                return f"{self._what(executor, looked, sizes)} {rows_apart(values, other, sizes, near)}"
         return ""
 
     def _handed_on(
-        self, seat: Seat, work: StepWork, looked: Sequence[Looked]
+        self, executor: StageExecutor, work: StepWork, looked: Sequence[Looked]
     ) -> Iterator[tuple[list[Tensor], Tensor]]:  # fmt: skip
         """What a stage hands on for the micro-batches, and for the whole batch, value by value."""
         *parts, whole = looked
-        for place in self._places(seat, work, whole):
+        for place in self._places(executor, work, whole):
             values = [of.outputs[place] for of in parts if place in of.outputs]
             if len(values) == len(parts):
                 yield values, whole.outputs[place]
 
-    def _what(self, seat: Seat, looked: Sequence[Looked], sizes: Sequence[int]) -> str:
+    def _what(self, executor: StageExecutor, looked: Sequence[Looked], sizes: Sequence[int]) -> str:
         """What differs on a stage, to begin a message with."""
         rows = f"the whole batch of {sum(sizes)} rows than for its {len(sizes)} micro-batches of {list(sizes)} rows."
-        if seat.departure is None:
+        if executor.departure is None:
             return f"The last stage gives another loss, or logs or returns others, for {rows}"
         bounds = self.cut.layout.bounds
-        first, last = (self.cut.block_name(bounds[seat.stage]), self.cut.block_name(bounds[seat.stage + 1] - 1))
+        first, last = (self.cut.block_name(bounds[executor.stage]), self.cut.block_name(bounds[executor.stage + 1] - 1))
         of = f"`{first}`" if first == last else f"`{first}` to `{last}`"
-        return f"Stage {seat.stage} ({of}) hands on other values for {rows}"
+        return f"Stage {executor.stage} ({of}) hands on other values for {rows}"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Which unit belongs to which stage, and where the stages begin.
 
     Attributes:
@@ -62,7 +62,7 @@ def lay_out(
     stages: Mapping[str, int] | None = None,
     seconds: Mapping[str, float] | None = None,
     num_ranks: int | None = None,
-) -> Layout:
+) -> StageLayout:
     """Deal the modules of a model to stages.
 
     Args:
@@ -87,7 +87,7 @@ def lay_out(
     first = next((i for i, (_, block) in enumerate(found) if block is not None), 0)
     costs = _costs(model, found, len(names), first, partition, seconds)
     bounds = _bounds(costs, num_stages, partition)
-    layout = Layout((), tuple(bounds))
+    layout = StageLayout((), tuple(bounds))
     overrides = dict(stages or {})
     units = []
     for i, (name, block) in enumerate(found):
@@ -100,7 +100,7 @@ def lay_out(
             f"stages= names {sorted(overrides)}, which are not units. The units: {[u.name for u in units]}."
         )
     total = sum(costs) or 1.0
-    return Layout(tuple(units), tuple(bounds), tuple(sum(costs[a:b]) / total for a, b in pairwise(bounds)))
+    return StageLayout(tuple(units), tuple(bounds), tuple(sum(costs[a:b]) / total for a, b in pairwise(bounds)))
 
 
 def _too_few(

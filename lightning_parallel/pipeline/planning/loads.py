@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.costs import Costs, PerStage
 from lightning_parallel.pipeline.partition.blocks import block_names
-from lightning_parallel.pipeline.partition.layout import Layout, Partition, lay_out
+from lightning_parallel.pipeline.partition.layout import Partition, StageLayout, lay_out
 from lightning_parallel.pipeline.planning.outside_costs import OutsideCosts
 from lightning_parallel.pipeline.planning.timing import UnitCost
 
@@ -89,7 +89,7 @@ class MeasuredLoads:
     nbytes: Mapping[str, int]
     hops: Callable[[int], float]
     outside: Mapping[tuple[str, ...], OutsideCosts] = field(default_factory=dict)
-    _layouts: dict[int, Layout] = field(default_factory=dict, compare=False)
+    _layouts: dict[int, StageLayout] = field(default_factory=dict, compare=False)
 
     def __call__(self, placement: Placement) -> StageLoad:
         count = num_stages(placement)
@@ -108,7 +108,7 @@ class MeasuredLoads:
         shares = [cost.waiting / cost.saved if cost.saved else 0.0 for cost in of_stage]
         return StageLoad(costs, [cost.saved for cost in of_stage], shares)
 
-    def _layout(self, count: int) -> Layout:
+    def _layout(self, count: int) -> StageLayout:
         if count not in self._layouts:
             self._layouts[count] = lay_out(self.model, count, self.blocks, self.partition, self.stages, self.seconds)
         return self._layouts[count]
@@ -122,7 +122,7 @@ class MeasuredLoads:
         """Why it is not known what is computed outside of the units of so many stages; empty where it is."""
         return self._outside_of(self._layout(count)).untold
 
-    def _outside_of(self, layout: Layout) -> OutsideCosts:
+    def _outside_of(self, layout: StageLayout) -> OutsideCosts:
         return self.outside.get(tuple(unit.name for unit in layout.units), OutsideCosts())
 
     def boundaries(self, count: int) -> list[int]:
@@ -130,7 +130,7 @@ class MeasuredLoads:
         names = block_names(self.model, count, self.blocks)
         return [self.nbytes[names[bound]] for bound in self._layout(count).bounds[1:-1]]
 
-    def _transfers(self, placement: Placement, layout: Layout) -> dict[tuple[int, int], float]:
+    def _transfers(self, placement: Placement, layout: StageLayout) -> dict[tuple[int, int], float]:
         """Seconds between rows, forwards and back; the longest where several boundaries lie between two rows."""
         seconds = [self.hops(nbytes) for nbytes in self.boundaries(layout.num_stages)]
         found: dict[tuple[int, int], float] = {}

@@ -30,13 +30,13 @@ from lightning_parallel.pipeline.runtime.clock import make_clock
 from lightning_parallel.pipeline.runtime.engine import Engine
 from lightning_parallel.pipeline.runtime.unit_seconds import agreed_seconds
 from lightning_parallel.pipeline.schedule import Action, Schedule
-from lightning_parallel.pipeline.stage.cut import Cut, Recompute
+from lightning_parallel.pipeline.stage.cut import CutModel, Recompute
 from lightning_parallel.pipeline.stage.rounds import Rounds
-from lightning_parallel.pipeline.token_slices.executor import TokenSeat
+from lightning_parallel.pipeline.token_slices.executor import TokenStageExecutor
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 from lightning_parallel.pipeline.transport.axis_line import AxisLine
 from lightning_parallel.pipeline.transport.channel import Waiting, nobody_waits
-from lightning_parallel.pipeline.transport.channel_map import Links
+from lightning_parallel.pipeline.transport.channel_map import ChannelMap
 
 
 class Pipeline(OwnPart):
@@ -48,12 +48,12 @@ class Pipeline(OwnPart):
         placement: for every stage (of every replica) the row that holds it; default row s for stage s.
         device: where this rank computes.
         blocks, partition, stages: see `lay_out`.
-        dynamic_shapes: see `Departure`.
-        joins: see `Links`.
+        dynamic_shapes: see `SendBoundary`.
+        joins: see `ChannelMap`.
         skip_connections: stages may use what any earlier stage's units return.
         receive_ahead: see `Engine`; default 1 on CPU, 0 on a GPU, where a receive that waits is a kernel that keeps
             multiprocessors from the action before it.
-        recompute, keep_inputs: see `Cut`.
+        recompute, keep_inputs: see `CutModel`.
         cuda_graphs: launch blocks as CUDA graphs, see `graphs`.
         slices: into what sequences are cut, for schedules of token slices.
         early_sums: whether sums of gradients over copies begin while backwards run.
@@ -115,14 +115,18 @@ class Pipeline(OwnPart):
         self.streams = self._take_parameters()
         graphs = SharedGraphs(device) if cuda_graphs else None
         self._prepare_gradients(graphs, early_sums)
-        self.cut = Cut(model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections, slices)
+        self.cut = CutModel(
+            model, layout, device, self.streams, recompute, graphs, keep_inputs, skip_connections, slices
+        )
         self.clock = make_clock(device)
-        links = Links(self, dynamic_shapes, joins)
-        seats = links.seats(self.cut, skip_connections)
+        links = ChannelMap(self, dynamic_shapes, joins)
+        executors = links.executors(self.cut, skip_connections)
         if receive_ahead is None:
             receive_ahead = 1 if device.type == "cpu" else 0
-        self.engine = Engine(self.row, seats, self.clock, fail, receive_ahead)
-        self.rounds = Rounds(self.cut, seats, self.all_gather, fail, links.open_straight if skip_connections else None)
+        self.engine = Engine(self.row, executors, self.clock, fail, receive_ahead)
+        self.rounds = Rounds(
+            self.cut, executors, self.all_gather, fail, links.open_straight if skip_connections else None
+        )
 
     def _prepare_gradients(self, graphs: SharedGraphs | None, early_sums: bool) -> None:
         """Where gradients are kept, and what sums them over replicas or over copies while backwards run."""
@@ -159,17 +163,19 @@ class Pipeline(OwnPart):
 
     def cuts_sequences(self, signatures: Sequence[Hashable]) -> bool:
         """Whether micro-batches of these signatures run in token slices: each ran as a whole once, and others wait."""
-        seats = [seat for seat in self.engine.seats.values() if isinstance(seat, TokenSeat)]
+        executors = [
+            executor for executor in self.engine.executors.values() if isinstance(executor, TokenStageExecutor)
+        ]
         return (
-            bool(seats)
+            bool(executors)
             and self.num_stages > 1
-            and all(seat.knows(signature) for seat in seats for signature in signatures)
+            and all(executor.knows(signature) for executor in executors for signature in signatures)
         )
 
     @property
     def held_stages(self) -> list[int]:
         """The stages of this rank."""
-        return sorted({stage for _, stage in self.engine.seats})
+        return sorted({stage for _, stage in self.engine.executors})
 
     def compare_replicas(self, when: str) -> None:
         """Are parameters and buffers that several ranks hold the same bits on all of them? `when`: for the message.

@@ -1,6 +1,6 @@
 """Run one rank's actions of a schedule: the interpreter of the pipeline.
 
-The one idea: a rank walks its list of actions. Each action is done by the seat of its stage: it waits for what it
+The one idea: a rank walks its list of actions. Each action is done by the executor of its stage: it waits for what it
 needs, runs, hands on what it made and leaves three marks on a clock (begun, inputs there, ended). Receives of coming
 actions are posted before an action runs, sends are never waited for. Left out: updates inside a schedule; one that
 has them is refused at set-up.
@@ -13,8 +13,8 @@ from typing import Any
 
 from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.runtime.clock import Clock
-from lightning_parallel.pipeline.runtime.joined_executor import JoinedSeat
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.joined_executor import JoinedStageExecutor
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import Marks, StepWork
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
@@ -24,7 +24,7 @@ class Engine:
 
     Args:
         row: which row of a schedule this rank runs.
-        seats: the stages this rank holds, by (replica, stage).
+        executors: the stages this rank holds, by (replica, stage).
         clock: marks the moments of actions.
         fail: turns an exception inside an action into the one to raise: fail(error, action).
         receive_ahead: how many coming actions have their receives posted before an action runs.
@@ -33,14 +33,20 @@ class Engine:
     def __init__(
         self,
         row: int,
-        seats: Mapping[tuple[int, int], Seat],
+        executors: Mapping[tuple[int, int], StageExecutor],
         clock: Clock,
         fail: Callable[[Exception, Action], BaseException],
         receive_ahead: int = 1,
     ) -> None:
-        self.row, self.seats, self.clock, self.fail, self.receive_ahead = row, dict(seats), clock, fail, receive_ahead
+        self.row, self.executors, self.clock, self.fail, self.receive_ahead = (
+            row,
+            dict(executors),
+            clock,
+            fail,
+            receive_ahead,
+        )
         self._results: list[Any] = []
-        self._joined: dict[tuple[int, int], JoinedSeat] = {}
+        self._joined: dict[tuple[int, int], JoinedStageExecutor] = {}
 
     @staticmethod
     def refuse(schedule: Schedule) -> None:
@@ -72,15 +78,15 @@ class Engine:
             Exception: what `fail` makes of an exception inside an action.
         """
         row = work.schedule.actions[self.row]
-        for seat in self.seats.values():
-            seat.cut.windows = work.windows
-            seat.clear()
-        for seat in self.seats.values():
-            seat.settle()
+        for executor in self.executors.values():
+            executor.cut.windows = work.windows
+            executor.clear()
+        for executor in self.executors.values():
+            executor.settle()
         joined = work.joined
         self._joined = {
-            key: JoinedSeat(seat, row, joined)
-            for key, seat in self.seats.items() if joined is not None and seat.stage in joined.stages
+            key: JoinedStageExecutor(executor, row, joined)
+            for key, executor in self.executors.items() if joined is not None and executor.stage in joined.stages
         }  # fmt: skip
         self._results = [None] * work.schedule.num_microbatches
         marks.actions = list(row)
@@ -99,55 +105,55 @@ class Engine:
             except Exception as error:
                 joint = self._joined.get((action.replica, action.stage))
                 raise_told(self.fail(error, action if joint is None else joint.at or action), error)
-        for seat in self.seats.values():
-            seat.forget(work.training)
+        for executor in self.executors.values():
+            executor.forget(work.training)
         return self._results
 
-    def _seat(self, action: Action) -> Seat:
-        return self.seats[action.replica, action.stage]
+    def _executor(self, action: Action) -> StageExecutor:
+        return self.executors[action.replica, action.stage]
 
     def _gives_result(self, action: Action) -> bool:
-        return action.kind == "F" and self._seat(action).departure is None
+        return action.kind == "F" and self._executor(action).departure is None
 
     def _run_action(self, action: Action, work: StepWork, moments: list[Any]) -> None:
         moments.append(moments[-1] if moments else self.clock.mark())  # an action begins where the one before ended
-        seat = self._seat(action)
+        executor = self._executor(action)
         windows = work.windows if action.kind != "W" else None  # a product of weights needs none of them
 
         def ready() -> None:
             if windows is not None:
                 windows.wait()
-            elsewhere = windows is not None or seat.waits(action)
+            elsewhere = windows is not None or executor.waits(action)
             moments.append(self.clock.mark() if elsewhere else moments[-1])
 
         if windows is not None:
-            forward_first = action.kind == "F" or seat.cut.recomputes_stage(action.stage)
+            forward_first = action.kind == "F" or executor.cut.recomputes_stage(action.stage)
             windows.begin(action.stage, forward_first)  # while what the action needs is on its way
-        self._do(action, seat, work, ready)
+        self._do(action, executor, work, ready)
         if windows is not None:
             windows.end(action.stage)
         moments.append(self.clock.mark())
 
-    def _do(self, action: Action, seat: Seat, work: StepWork, ready: Callable[[], None]) -> None:
+    def _do(self, action: Action, executor: StageExecutor, work: StepWork, ready: Callable[[], None]) -> None:
         joint = self._joined.get((action.replica, action.stage))
         if joint is not None:
             for microbatch, result in joint.do(action, work, ready).items():
-                if seat.departure is None and result is not None:
+                if executor.departure is None and result is not None:
                     self._results[microbatch] = result
         elif action.kind == "F":
-            result = seat.forward(action, work, ready)
-            if seat.departure is None and result is not None:
+            result = executor.forward(action, work, ready)
+            if executor.departure is None and result is not None:
                 self._results[action.microbatch] = result
         elif action.kind == "W":
             ready()
-            seat.weights(action, work)
+            executor.weights(action, work)
         else:
-            seat.backward(action, work, ready)
+            executor.backward(action, work, ready)
 
     def _post_ahead(self, actions: Sequence[Action], work: StepWork) -> None:
         """Post receives in the order of the sends: none before an earlier one of its channel that is not agreed yet."""
         waiting: set[tuple[int, int, bool]] = set()
         for action in actions:
             channel = (action.replica, action.stage, action.kind == "F")
-            if channel not in waiting and not self._seat(action).post(action, work):
+            if channel not in waiting and not self._executor(action).post(action, work):
                 waiting.add(channel)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.runtime.saved_forward import Held
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.saved_forward import SavedForward
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.turns import Meet, Swap, run_in_turns, swap_of
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
@@ -40,11 +40,11 @@ class Joined:
     world: Sequence[Swap] = ()
 
 
-class JoinedSeat:
-    """One step of a seat.
+class JoinedStageExecutor:
+    """One step of an executor.
 
     Args:
-        seat: the seat.
+        executor: the executor.
         row: the actions of its rank.
         joined: of the step.
 
@@ -52,9 +52,9 @@ class JoinedSeat:
         at: the action that runs, of those that run as one.
     """
 
-    def __init__(self, seat: Seat, row: Sequence[Action], joined: Joined) -> None:
-        self._seat, self._joined = seat, joined
-        mine = [action for action in row if action.stage == seat.stage]
+    def __init__(self, executor: StageExecutor, row: Sequence[Action], joined: Joined) -> None:
+        self._executor, self._joined = executor, joined
+        mine = [action for action in row if action.stage == executor.stage]
         self._of_kind = {kinds: [action for action in mine if action.kind in kinds] for kinds in ("F", "BI", "W")}
         self.at: Action | None = None
 
@@ -71,22 +71,24 @@ class JoinedSeat:
             self._backward(actions, work, ready)
         else:
             ready()
-            self._seat.weights(action, work)
+            self._executor.weights(action, work)
         return results
 
     def _forward(self, actions: Sequence[Action], work: StepWork, ready: Callable[[], None]) -> Mapping[int, Any]:
         """All forwards."""
-        seat, came = self._seat, list[Held]()
+        executor, came = self._executor, list[SavedForward]()
         for self.at in actions:
-            came.append(seat.receive(self.at, work))
+            came.append(executor.receive(self.at, work))
         ready()
         signatures = [work.signatures[action.microbatch] for action in actions]
-        known = not any(seat.learns(signature, work.training) for signature in signatures)
-        forwards = [partial(seat.run, action, held, work, known) for action, held in zip(actions, came, strict=True)]
+        known = not any(executor.learns(signature, work.training) for signature in signatures)
+        forwards = [
+            partial(executor.run, action, held, work, known) for action, held in zip(actions, came, strict=True)
+        ]
         return dict(zip([action.microbatch for action in actions], self._in_turns(actions, forwards), strict=True))
 
     def _in_turns(self, actions: Sequence[Action], functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        cut = self._seat.cut
+        cut = self._executor.cut
         world = [
             (lambda: cut.active, cut.switch_to), swap_of(cut.streams, "state"),
             *(swap_of(*where) for where in LOOKED_AT), *self._joined.world,
@@ -104,15 +106,15 @@ class JoinedSeat:
 
     def _backward(self, actions: Sequence[Action], work: StepWork, ready: Callable[[], None]) -> None:
         """All backwards, as one: the graphs of micro-batches meet in what they were joined for."""
-        seat, gradients, all_held = self._seat, list[Tensor](), list[Held]()
+        executor, gradients, all_held = self._executor, list[Tensor](), list[SavedForward]()
         for self.at in actions:
-            held = seat.take_held(self.at)
+            held = executor.take_held(self.at)
             all_held.append(held)
-            gradients += seat.gradients(self.at, held, work)
+            gradients += executor.gradients(self.at, held, work)
         ready()
         runs = [held for held in all_held if held.again]
         if runs:
-            self._in_turns(actions, [partial(seat.run_again, held, work) for held in runs])
+            self._in_turns(actions, [partial(executor.run_again, held, work) for held in runs])
         roots = [root for held in all_held for root in held.roots()]
         if gradients and roots:
             deferred = self._deferred(actions, roots)
@@ -121,23 +123,23 @@ class JoinedSeat:
                     torch.autograd.backward(roots, gradients)
                 else:
                     deferred.backward(gradients)
-                    seat.wait_for_weights(self._of_kind["W"][-1], deferred)
+                    executor.wait_for_weights(self._of_kind["W"][-1], deferred)
         for held in all_held:
             for arrival, contract in held.came:
                 arrival.send_gradients(held.inbox, contract)
 
     def _deferred(self, actions: Sequence[Action], roots: Sequence[Any]) -> Deferred | None:
-        return Deferred(roots, self._seat.cut.graphs) if actions[-1].kind == "I" else None
+        return Deferred(roots, self._executor.cut.graphs) if actions[-1].kind == "I" else None
 
     @contextmanager
-    def _replay(self, all_held: Sequence[Held]) -> Iterator[None]:
+    def _replay(self, all_held: Sequence[SavedForward]) -> Iterator[None]:
         """While the backward runs, which computes blocks of every micro-batch again."""
         runs = [held.run for held in all_held if held.run is not None]
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.replay())
             if len(runs) > 1:
-                stack.enter_context(self._seat.cut.active_as(_OneOfSeveral()))  # type: ignore[arg-type]
+                stack.enter_context(self._executor.cut.active_as(_OneOfSeveral()))  # type: ignore[arg-type]
             yield
 
 

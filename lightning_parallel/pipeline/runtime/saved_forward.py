@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel.pipeline.stage.boundary import Arrival, Departure
+from lightning_parallel.pipeline.stage.boundary import RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.stage.contract import Contract
-from lightning_parallel.pipeline.stage.received_values import Inbox
+from lightning_parallel.pipeline.stage.received_values import ReceivedValues
 from lightning_parallel.pipeline.stage.stage_run import StageRun
 from lightning_parallel.pipeline.stage.stage_values import Place
 
 
 @dataclass
-class Held:
+class SavedForward:
     """A forward that waits for its backward.
 
     Args:
@@ -34,9 +34,9 @@ class Held:
         again: the forward has to run again before its backward.
     """
 
-    inbox: Inbox
-    came: list[tuple[Arrival, Contract]] = field(default_factory=list)
-    left: list[tuple[Departure, Contract]] = field(default_factory=list)
+    inbox: ReceivedValues
+    came: list[tuple[RecvBoundary, Contract]] = field(default_factory=list)
+    left: list[tuple[SendBoundary, Contract]] = field(default_factory=list)
     run: StageRun | None = None
     edges: dict[Place, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None

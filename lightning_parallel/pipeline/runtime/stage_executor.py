@@ -1,8 +1,9 @@
 """One stage on one rank: what its forwards, backwards and weight gradients do.
 
-The one idea: a rank has a *seat* for every stage it holds. A seat knows the stage before and the stage after it (on
+The one idea: a rank has a *executor* for every stage it holds. An executor knows the stage before and the stage after
+    it (on
 another rank, or on this one) and those that it has straight dealings with, keeps what each forward left for its
-backward, and drops it when the backward is done. Which seat acts when is the engine's business.
+backward, and drops it when the backward is done. Which executor acts when is the engine's business.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.runtime.receiving import Receiving
-from lightning_parallel.pipeline.runtime.saved_forward import Held
+from lightning_parallel.pipeline.runtime.saved_forward import SavedForward
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage.boundary import Arrival, Departure
+from lightning_parallel.pipeline.stage.boundary import RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.stage.calls import ONCE
 from lightning_parallel.pipeline.stage.contract import Contract
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.stage_run import CalledAgain, StageRun
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.weight_grad.deferred import Deferred
 
 
-class Seat(Receiving):
+class StageExecutor(Receiving):
     """A stage that this rank holds.
 
     Args:
@@ -47,10 +48,10 @@ class Seat(Receiving):
 
     def __init__(
         self,
-        cut: Cut,
+        cut: CutModel,
         stage: int,
-        arrival: Arrival | None,
-        departure: Departure | None,
+        arrival: RecvBoundary | None,
+        departure: SendBoundary | None,
         replica: int | None = None,
         skips: bool = False,
     ) -> None:
@@ -80,7 +81,7 @@ class Seat(Receiving):
         ready()
         return self.run(action, held, work)
 
-    def run(self, action: Action, held: Held, work: StepWork, may_run_again: bool = True) -> Any:
+    def run(self, action: Action, held: SavedForward, work: StepWork, may_run_again: bool = True) -> Any:
         """Run the step as this stage with what came in; returns its result. `may_run_again`: whether it may keep
         nothing and run once more before its backward."""
         m, signature = action.microbatch, work.signatures[action.microbatch]
@@ -108,7 +109,9 @@ class Seat(Receiving):
         self._keep(held, result, work)
         return tree_map_only(Tensor, Tensor.detach, result)
 
-    def _first_run(self, microbatch: int, held: Held, work: StepWork, ahead: Contract | None, learn: bool) -> StageRun:
+    def _first_run(
+        self, microbatch: int, held: SavedForward, work: StepWork, ahead: Contract | None, learn: bool
+    ) -> StageRun:
         """The run of a forward, with what came in; `ahead`: what is agreed with the stage after."""
         contract, values = held.came[0][1] if held.came else ahead, held.inbox.values
         units = {} if contract is None else contract.units
@@ -123,7 +126,7 @@ class Seat(Receiving):
         """Whether a run has to describe what this stage's units return."""
         return self.departure is not None and self.departure.agreed(signature) is None
 
-    def _go_without(self, microbatch: int, held: Held, work: StepWork) -> None:
+    def _go_without(self, microbatch: int, held: SavedForward, work: StepWork) -> None:
         """The step calls other stages as it was not expected to: nothing is computed, what is waited for is sent."""
         work.is_void, held.again = True, False
         for arrival, contract in held.came:
@@ -133,7 +136,7 @@ class Seat(Receiving):
         if work.training:
             self._held[microbatch] = held
 
-    def _keep(self, held: Held, result: Any, work: StepWork) -> None:
+    def _keep(self, held: SavedForward, result: Any, work: StepWork) -> None:
         """Keep of a forward what its backward needs."""
         if not work.training:
             return
@@ -176,7 +179,7 @@ class Seat(Receiving):
         for arrival, came in held.came:
             arrival.send_gradients(held.inbox, came)
 
-    def take_held(self, action: Action) -> Held:
+    def take_held(self, action: Action) -> SavedForward:
         """What the forward of a backward left; it is known what of it was needed."""
         held = self._held.pop(action.microbatch)
         for departure, contract in held.left:
@@ -187,7 +190,7 @@ class Seat(Receiving):
         """Keep what an I left until the W of its micro-batch."""
         self._waiting[action.microbatch] = deferred
 
-    def _prepare(self, action: Action, held: Held) -> Deferred | None:
+    def _prepare(self, action: Action, held: SavedForward) -> Deferred | None:
         if action.kind != "I" or held.run is None:
             return None
         windows = self.cut.windows
@@ -199,7 +202,7 @@ class Seat(Receiving):
         if deferred is not None:
             deferred.run(None if work.early is None else work.early.weights(action, deferred.parameters))
 
-    def run_again(self, held: Held, work: StepWork) -> None:
+    def run_again(self, held: SavedForward, work: StepWork) -> None:
         """Run a forward that kept nothing once more, with the same random numbers, for its backward."""
         assert held.run is not None
         m, going = held.run.microbatch, held.run.going
@@ -211,7 +214,7 @@ class Seat(Receiving):
         run.forward(work.steps[m])
         held.keep_edges()
 
-    def gradients(self, action: Action, held: Held, work: StepWork) -> Sequence[Tensor]:
+    def gradients(self, action: Action, held: SavedForward, work: StepWork) -> Sequence[Tensor]:
         """The gradients with which a backward begins."""
         if not held.left:
             if held.loss is None:

@@ -18,7 +18,7 @@ Told = tuple[Times, list[Transfer] | None]  # of one step, by a rank
 _KEPT = 8  # steps whose marks wait to be read
 
 
-class PipelineStats:
+class PipelineRecorder:
     """The measured side of a pipeline, for callbacks to read.
 
     Attributes:

@@ -13,7 +13,7 @@ from lightning_parallel.pipeline.schedule import Action, Schedule
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.gradients.early_sums import Round
     from lightning_parallel.pipeline.runtime.joined_executor import Joined
-    from lightning_parallel.zero.gather.parameter_gather import Windows
+    from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepWork:
     after_forwards: Callable[[list[Any]], None] | None = None
     after_action: Callable[[int], None] | None = None
     early: Round | None = None
-    windows: Windows | None = None
+    windows: ParameterGather | None = None
     joined: Joined | None = None
     may_begin_anew: bool = False
     is_void: bool = False

@@ -73,7 +73,7 @@ def _played(
     """The step played through, and again with what ranks waited before as their allowance while that shortens waits."""
     orders, allowed = [], [0.0] * num_ranks
     while True:
-        game = _Game(num_ranks, total, limit, weight_share, costs, fills, allowed)
+        game = _VGame(num_ranks, total, limit, weight_share, costs, fills, allowed)
         orders.append(game.play())
         waited = [rank.waited for rank in game.ranks]
         if len(orders) > 1 and max(waited) >= max(allowed):
@@ -81,7 +81,7 @@ def _played(
         allowed = waited
 
 
-class _Rank:
+class _VRank:
     """One rank in play: its clock, what it holds, what it has done and when."""
 
     def __init__(self, place: int, num_ranks: int) -> None:
@@ -108,14 +108,14 @@ class _Rank:
         self.actions.append(Action(kind, stage, number))
 
 
-class _Game:
+class _VGame:
     """A step played through with one set of choices."""
 
     def __init__(
         self, num_ranks: int, total: int, limit: float, weight_share: float, costs: Costs,
         fills: tuple[bool, bool], allowed: list[float],
     ) -> None:  # fmt: skip
-        self.ranks = [_Rank(place, num_ranks) for place in range(num_ranks)]
+        self.ranks = [_VRank(place, num_ranks) for place in range(num_ranks)]
         self.total, self.limit, self.costs, self.allowed = total, limit + 1e-9, costs, allowed
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         self._seconds = {(kind, s): costs.of(Action(kind, s, 0)) for kind in kinds for s in range(2 * num_ranks)}
@@ -139,7 +139,7 @@ class _Game:
 
     # -- what a rank does ----------------------------------------------------------------------------------------------
 
-    def arrival(self, rank: _Rank, kind: Kind, leg: int) -> float | None:
+    def arrival(self, rank: _VRank, kind: Kind, leg: int) -> float | None:
         """When another rank's part of the rank's next F or I of a leg is there; None where it is not done, 0 where no
         other rank has one."""
         source = rank.place + (-1 if leg == OUT else 1)
@@ -148,7 +148,7 @@ class _Game:
         ends, number = self.ranks[source].ends[kind, leg], rank.done(kind, leg)
         return ends[number] + self.costs.hop(source, rank.place) if number < len(ends) else None
 
-    def run(self, rank: _Rank, kind: Kind, leg: int) -> None:
+    def run(self, rank: _VRank, kind: Kind, leg: int) -> None:
         stage, arrival = rank.stage(kind, leg), self.arrival(rank, kind, leg)
         assert arrival is not None, "nothing runs before its input"
         rank.add(kind, stage, self.seconds(kind, stage), self.keeps[kind], arrival)
@@ -156,14 +156,14 @@ class _Game:
         if kind == "I":
             rank.owed.append(stage)
 
-    def weights(self, rank: _Rank) -> None:
+    def weights(self, rank: _VRank) -> None:
         stage = rank.owed.popleft()
         rank.add("W", stage, self.seconds("W", stage), self.keeps["W"])
 
     def seconds(self, kind: Kind, stage: int) -> float:
         return self._seconds[kind, stage]
 
-    def fill(self, rank: _Rank, kind: Kind, leg: int, overfill: bool) -> None:
+    def fill(self, rank: _VRank, kind: Kind, leg: int, overfill: bool) -> None:
         """Weight gradients in the time that the rank would wait for its next F or I, and one more where it may: if it
         would wait longer than others have."""
         arrival = self.arrival(rank, kind, leg) or 0.0
@@ -172,7 +172,7 @@ class _Game:
         if overfill and rank.owed and arrival - rank.clock > self.slack(rank):
             self.weights(rank)
 
-    def slack(self, rank: _Rank) -> float:
+    def slack(self, rank: _VRank) -> float:
         """How much longer than this rank others have waited, or were allowed to."""
         most = max(other.waited for other in self.ranks)
         return max(most, max(self.allowed) - self.allowed[rank.place]) - rank.waited
@@ -191,7 +191,7 @@ class _Game:
                     self.run(other, "F", OUT)
             self.run(rank, "F", BACK)
 
-    def fits_before(self, rank: _Rank, moment: float) -> bool:
+    def fits_before(self, rank: _VRank, moment: float) -> bool:
         """Whether another forward out is done by then, with room for what the rank has to hold until its gradient."""
         room = rank.held + 2 + 2 * rank.place <= self.limit
         in_time = rank.clock + self.seconds("F", rank.stages[OUT]) <= moment
@@ -208,7 +208,7 @@ class _Game:
                         self.run(other, "F", leg)
                 leg = 1 - leg
 
-    def is_behind(self, rank: _Rank, before: _Rank) -> bool:
+    def is_behind(self, rank: _VRank, before: _VRank) -> bool:
         count, ahead = (sum(r.done("F", leg) for leg in (OUT, BACK)) for r in (rank, before))
         return count < ahead or rank.done("F", BACK) <= before.done("F", BACK) < self.total
 
@@ -223,13 +223,13 @@ class _Game:
             self.fill(rank, "I", leg, overfill=leg == BACK or self.fills_gradients)
             self.run(rank, "I", leg)
 
-    def next_gradient(self, rank: _Rank) -> int:
+    def next_gradient(self, rank: _VRank) -> int:
         if rank.done("I", BACK) >= rank.done("I", OUT):
             return OUT
         waits = self.arrival(rank, "I", BACK) is None
         return OUT if waits and rank.done("I", OUT) < self.total else BACK
 
-    def next_forward(self, rank: _Rank) -> int | None:
+    def next_forward(self, rank: _VRank) -> int | None:
         """The leg of the rank's next forward: back where that can run."""
         if rank.done("F", BACK) >= self.total:
             return None
@@ -238,7 +238,7 @@ class _Game:
         can_go_out = rank.done("F", OUT) < self.total and self.arrival(rank, "F", OUT) is not None
         return OUT if can_go_out else None
 
-    def forward(self, rank: _Rank, leg: int) -> None:
+    def forward(self, rank: _VRank, leg: int) -> None:
         while rank.held + 1 > self.limit and rank.owed:
             self.weights(rank)
         self.fill(rank, "F", leg, overfill=self.fills_forwards)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf
-from lightning_parallel.pipeline.stage.calls import Going
+from lightning_parallel.pipeline.stage.calls import StopRule
 from lightning_parallel.pipeline.stage.contract import Contract, Values
 from lightning_parallel.pipeline.stage.stage_run import UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place
@@ -32,7 +32,7 @@ class Passed:
 
     record: UnitOutputs
     values: Values
-    going: Going
+    going: StopRule
     needed: tuple[int, ...]
     wanted: tuple[Leaf, ...]
     wanted_for: Mapping[int, tuple[Leaf, ...]]

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.stage.contract import Contract, Values
-from lightning_parallel.pipeline.stage.received_values import Inbox
+from lightning_parallel.pipeline.stage.received_values import ReceivedValues
 from lightning_parallel.pipeline.stage.stage_run import StageRun
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.transport.channel import AnyChannel, AnyReceipt
 from lightning_parallel.pipeline.transport.tensor_meta import describe
 
 
-class Departure:
+class SendBoundary:
     """The earlier stage's side of a boundary: values go forward, gradients come back.
 
     Args:
@@ -146,8 +146,8 @@ class Departure:
                 )
 
 
-class Arrival:
-    """The later stage's side of a boundary; see `Departure`."""
+class RecvBoundary:
+    """The later stage's side of a boundary; see `SendBoundary`."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Arrival:
             contract.needed, contract.is_void = (), True
             self.backward.send_object(contract.needed)
 
-    def send_gradients(self, inbox: Inbox, contract: Contract) -> None:
+    def send_gradients(self, inbox: ReceivedValues, contract: Contract) -> None:
         """Send back the gradients of what was received."""
         self.backward.send(inbox.take_gradients(contract), contract.metas(contract.with_gradient()))
 
@@ -228,4 +228,4 @@ def _grow_old(contracts: Mapping[Hashable, Contract]) -> None:
         contract.is_new = False
 
 
-__all__ = ["Arrival", "Contract", "Departure", "Inbox"]
+__all__ = ["Contract", "ReceivedValues", "RecvBoundary", "SendBoundary"]

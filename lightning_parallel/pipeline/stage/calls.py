@@ -16,7 +16,7 @@ _CALL = ", call "
 
 
 @dataclass(frozen=True)
-class Going:
+class StopRule:
     """How far a run goes.
 
     Args:
@@ -31,7 +31,7 @@ class Going:
     finding: bool = False
 
 
-ONCE = Going()
+ONCE = StopRule()
 
 
 def nth(name: str, before_this: int) -> str:
@@ -102,7 +102,7 @@ def moved(unit: str, stage: int) -> str:
     return f'stages={{"{unit}": {stage}}}'
 
 
-def not_all_called(stage: int, first_block: str, called: int, going: Going, returned_none: bool) -> str:
+def not_all_called(stage: int, first_block: str, called: int, going: StopRule, returned_none: bool) -> str:
     """The step ended without (all) calls of the next stage's first block."""
     times = f", as often as before ({called} times, not {going.exits})" if going.exits > 1 else ""
     skip = " To skip a batch, return 0 * its loss in place of None." if returned_none else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_parallel.pipeline.stage.calls import ONCE, Going
+from lightning_parallel.pipeline.stage.calls import ONCE, StopRule
 from lightning_parallel.pipeline.stage.stage_run import UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.transport.tensor_meta import TensorMeta
@@ -31,7 +31,7 @@ class Contract:
     units: UnitOutputs
     needed: tuple[Place, ...] | None = None
     is_new: bool = False
-    going: Going = ONCE
+    going: StopRule = ONCE
     is_void: bool = False
 
     def travelling(self) -> tuple[Place, ...]:

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from lightning_parallel.pipeline.graphs.block_graphs import BlockGraphs, SharedGraphs
-from lightning_parallel.pipeline.partition.layout import Layout
+from lightning_parallel.pipeline.partition.layout import StageLayout
 from lightning_parallel.pipeline.stage.intercept import Hook, intercept, let_go
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.stage.stage_run import StageRun
     from lightning_parallel.pipeline.token_slices.lengths import Slices
-    from lightning_parallel.zero.gather.parameter_gather import Windows
+    from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 
 Recompute = Literal["none", "block", "stage"]
 
 
-class Cut:
+class CutModel:
     """A model whose units are intercepted, so that a step can be run as any one stage of a layout.
 
     Args:
@@ -38,7 +38,7 @@ class Cut:
     def __init__(
         self,
         model: nn.Module,
-        layout: Layout,
+        layout: StageLayout,
         device: torch.device,
         streams: RandomStreams,
         recompute: Recompute = "none",
@@ -51,7 +51,7 @@ class Cut:
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
         self.active: StageRun | None = None
-        self.windows: Windows | None = None  # what makes blocks whole for their calls, where copies divide them
+        self.windows: ParameterGather | None = None  # what makes blocks whole for their calls, where copies divide them
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         chain = [self._blocks[block] for block in sorted(self._blocks)]
         self._pace = _pace(chain, {x for x in chain if next(model.get_submodule(x).parameters(), None) is not None})

@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.phantoms.foreign import ForeignParameter
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 from lightning_parallel.pipeline.stage import calls
-from lightning_parallel.pipeline.stage.stage_values import Goods
+from lightning_parallel.pipeline.stage.stage_values import StageValues
 from lightning_parallel.pipeline.transport.tensor_meta import realize
 
 
@@ -26,12 +26,12 @@ class NotSent(PhantomError):
     """An argument of the first block is neither there nor can it be computed."""
 
 
-class Entry:
+class StageEntry:
     """The first block's arguments, call by call.
 
     Args:
         stage: which stage begins.
-        goods: what came in.
+        stage_values: what came in.
         made_for: see `StageRun`.
 
     Attributes:
@@ -40,8 +40,8 @@ class Entry:
         lent: other stages' parameters among them, and their values.
     """
 
-    def __init__(self, stage: int, goods: Goods, made_for: Collection[int]) -> None:
-        self.stage, self.goods, self._made_for = stage, goods, made_for
+    def __init__(self, stage: int, stage_values: StageValues, made_for: Collection[int]) -> None:
+        self.stage, self.stage_values, self._made_for = stage, stage_values, made_for
         self.needed: tuple[int, ...] | None = () if stage == 0 else None
         self.by_position: set[Leaf] = set()
         self.lent: list[tuple[ForeignParameter, Tensor]] = []
@@ -55,11 +55,11 @@ class Entry:
             NotSent: that is not possible (for the first call, or where calls are being found out).
             PhantomError: they carry gradients where there shall be none.
         """
-        inputs, is_first = self.goods.inputs, not before_this
+        inputs, is_first = self.stage_values.inputs, not before_this
         lacking = self._lacking(arguments, before_this, replaying)
         sent = {p: x for p, x in lacking.items() if is_first and p in inputs and p not in self._made_for}
         self._bind(sent)
-        unknown = {p: x for p, x in lacking.items() if p not in sent and realize(x, self.goods.fetch) is None}
+        unknown = {p: x for p, x in lacking.items() if p not in sent and realize(x, self.stage_values.fetch) is None}
         missing = [str(leaf.origin) for position, leaf in unknown.items() if position not in inputs]
         if missing and (is_first or finding):
             raise NotSent(calls.not_sent(unit, self.stage, missing))
@@ -75,10 +75,10 @@ class Entry:
     def _bind(self, sent: Mapping[int, Phantom]) -> None:
         """Let Phantoms stand for what was sent in their places."""
         for position, phantom in sent.items():
-            value = self.goods.inputs[position]
+            value = self.stage_values.inputs[position]
             phantom.bind(value)
             if phantom.leaf is not None:
-                self.goods.put(phantom.leaf, value)
+                self.stage_values.put(phantom.leaf, value)
                 self.by_position.add(phantom.leaf)
             if isinstance(phantom, ForeignParameter):
                 self.lent.append((phantom, value))

@@ -10,23 +10,23 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, bound
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf, version_of
-from lightning_parallel.pipeline.stage.stage_values import Goods, Place
+from lightning_parallel.pipeline.stage.stage_values import Place, StageValues
 from lightning_parallel.pipeline.transport.tensor_meta import realize
 
 
-class Exit:
+class StageExit:
     """What may be sent, call by call of the next stage's first block.
 
     Args:
-        goods: what came in and what units made.
+        stage_values: what came in and what units made.
 
     Attributes:
         outputs: leaves of the arguments by position, and units' results by `Leaf`; None before the first call.
         wanted_for: what of earlier units was needed for nothing but an output, by its position.
     """
 
-    def __init__(self, goods: Goods) -> None:
-        self.goods = goods
+    def __init__(self, stage_values: StageValues) -> None:
+        self.stage_values = stage_values
         self.outputs: dict[Place, Any] | None = None
         self.wanted_for: dict[int, tuple[Leaf, ...]] = {}
         self._left = 0  # leaves of the arguments so far
@@ -37,32 +37,39 @@ class Exit:
 
     def _value_of(self, leaf: Any, position: int) -> Any:
         """An argument's value, or nothing where the next stage can compute it."""
-        goods = self.goods
+        stage_values = self.stage_values
         if not isinstance(leaf, Phantom):
             return leaf
-        if leaf.value is None and goods.keep is not None and not goods.learn and position not in goods.keep:
+        if (
+            leaf.value is None
+            and stage_values.keep is not None
+            and not stage_values.learn
+            and position not in stage_values.keep
+        ):
             return None
-        wanted, goods.wanted, noted = goods.wanted, {}, list[Phantom]()
-        value = realize(leaf, goods.fetch, noted)
-        if goods.wanted and goods.keep is not None and goods.learn:  # the next stage may compute it itself
-            self.wanted_for[position] = tuple(goods.wanted)
+        wanted, stage_values.wanted, noted = stage_values.wanted, {}, list[Phantom]()
+        value = realize(leaf, stage_values.fetch, noted)
+        if (
+            stage_values.wanted and stage_values.keep is not None and stage_values.learn
+        ):  # the next stage may compute it itself
+            self.wanted_for[position] = tuple(stage_values.wanted)
             for phantom in noted:
                 phantom.value = None
         else:
-            wanted |= goods.wanted
-        goods.wanted = wanted
+            wanted |= stage_values.wanted
+        stage_values.wanted = wanted
         return bound(leaf) if value is None else value
 
     def watched(self, leaves: Sequence[Any]) -> list[Any]:
         """Values that are sent when the step has gone on. It may write into them; copies, where nothing saves them."""
         kept = [x if torch.is_grad_enabled() or not isinstance(x, Tensor) else x.clone() for x in leaves]
         versions = ((i, version_of(x)) for i, x in enumerate(kept, self._left) if isinstance(x, Tensor))
-        self.goods.versions.update(versions)
+        self.stage_values.versions.update(versions)
         return kept
 
     def note(self, leaves: Sequence[Any]) -> None:
         """A call has been made; or, without arguments, a unit has returned something behind one."""
         self.outputs = self.outputs or {}
         self.outputs.update(enumerate(leaves, self._left))
-        self.outputs.update(self.goods.aside.items())
+        self.outputs.update(self.stage_values.aside.items())
         self._left += len(leaves)

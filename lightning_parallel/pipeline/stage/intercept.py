@@ -19,13 +19,13 @@ from lightning_parallel.pipeline.stage.random_streams import behind, own
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.graphs.block_graphs import BlockGraphs
-    from lightning_parallel.pipeline.stage.cut import Cut
+    from lightning_parallel.pipeline.stage.cut import CutModel
 
 
 class Hook:
     """What an intercepted module knows: its cut, its unit, and what follows from them."""
 
-    def __init__(self, cut: Cut, unit: Unit, number: int, inside: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, cut: CutModel, unit: Unit, number: int, inside: Sequence[tuple[str, nn.Module]]) -> None:
         self.cut, self.unit, self.name, self.stage = cut, unit, unit.name, unit.stage
         self.begins_stage = unit.stage > 0 and unit.block == cut.layout.bounds[unit.stage]
         self.origin = f"the output of `{unit.name}` (stage {unit.stage})"

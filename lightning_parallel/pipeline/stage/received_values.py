@@ -20,7 +20,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Rece
 
 
 @dataclass
-class Inbox:
+class ReceivedValues:
     """Received values as a step may use them, and the gradients it left."""
 
     values: dict[Place, Tensor]
@@ -28,7 +28,7 @@ class Inbox:
     gradients: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, received: Sequence[tuple[Contract, Sequence[Tensor]]], grad: bool) -> Inbox:
+    def of(cls, received: Sequence[tuple[Contract, Sequence[Tensor]]], grad: bool) -> ReceivedValues:
         """Values that carry a gradient become outputs of one autograd node: a block may even write into them."""
         inbox = cls({})
         for contract, tensors in received:

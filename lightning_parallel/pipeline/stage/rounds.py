@@ -23,14 +23,14 @@ from torch import Tensor
 
 from lightning_parallel.errors import raise_told
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage.agreement import Passed, contracts
-from lightning_parallel.pipeline.stage.boundary import Arrival, Contract, Inbox, undescribable
-from lightning_parallel.pipeline.stage.calls import Going
+from lightning_parallel.pipeline.stage.boundary import Contract, ReceivedValues, RecvBoundary, undescribable
+from lightning_parallel.pipeline.stage.calls import StopRule
 from lightning_parallel.pipeline.stage.contract import Values
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.stage_run import StageRun, UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.transport.tensor_meta import describe
@@ -65,7 +65,7 @@ class Rounds:
 
     Args:
         cut: the model.
-        seats: the stages of this rank, by (replica, stage).
+        executors: the stages of this rank, by (replica, stage).
         all_gather: gives every rank's object to every rank of the copy.
         fail: see `Engine`.
         open_straight: opens a boundary between two stages that are no neighbours, of every replica; None: values do not
@@ -74,13 +74,13 @@ class Rounds:
 
     def __init__(
         self,
-        cut: Cut,
-        seats: Mapping[tuple[int, int], Seat],
+        cut: CutModel,
+        executors: Mapping[tuple[int, int], StageExecutor],
         all_gather: Callable[[Any], list[Any]],
         fail: Callable[[Exception, Action], BaseException],
         open_straight: OpenStraight | None = None,
     ) -> None:
-        self.cut, self.seats, self._all_gather, self._fail = cut, seats, all_gather, fail
+        self.cut, self.executors, self._all_gather, self._fail = cut, executors, all_gather, fail
         self._open_straight, self.always = open_straight, open_straight is not None
         self._known: dict[Hashable, UnitOutputs] = {}
 
@@ -93,8 +93,8 @@ class Rounds:
         self._known.clear()
         if self.cut.graphs is not None:
             self.cut.graphs.is_on = False  # it was no step after which libraries have chosen kernels
-        for seat in self.seats.values():
-            seat.forget_agreements()
+        for executor in self.executors.values():
+            executor.forget_agreements()
 
     def learn(self, work: StepWork, microbatch: int) -> None:
         """Find out about the signature of a micro-batch; all ranks of the copy call it.
@@ -126,22 +126,22 @@ class Rounds:
     def _round(self, work: StepWork, microbatch: int, known: UnitOutputs) -> dict[int, Passed]:
         """One round of all stages."""
         mine = {}
-        for (replica, stage), seat in sorted(self.seats.items()):
+        for (replica, stage), executor in sorted(self.executors.items()):
             if replica == 0:
                 try:
-                    mine[stage] = self._pass(seat, work, microbatch, known)
+                    mine[stage] = self._pass(executor, work, microbatch, known)
                 except Exception as error:
                     raise_told(self._fail(error, Action("F", stage, microbatch)), error)
         return {stage: of for ranks in self._all_gather(mine) for stage, of in sorted(ranks.items())}
 
-    def _pass(self, seat: Seat, work: StepWork, microbatch: int, known: UnitOutputs) -> Passed:
+    def _pass(self, executor: StageExecutor, work: StepWork, microbatch: int, known: UnitOutputs) -> Passed:
         """One round of one stage."""
-        handed = self.take(seat, known, work.training)
-        run = self.begin(seat, handed, self.cut.streams.begin(work.batch, microbatch), microbatch)
+        handed = self.take(executor, known, work.training)
+        run = self.begin(executor, handed, self.cut.streams.begin(work.batch, microbatch), microbatch)
         stopped = _go_as_far(run, work.steps[microbatch])
         _refuse_undescribable(run)
-        values = self.hand(seat, run, handed)
-        going = Going(run.exits, run.after_exit if self._skips else 0)
+        values = self.hand(executor, run, handed)
+        going = StopRule(run.exits, run.after_exit if self._skips else 0)
         return Passed(
             run.record or {}, values, going, run.needed or (), run.wanted, run.wanted_for,
             frozenset(run.by_position), run.has_ended, stopped or run.doubt,
@@ -151,33 +151,33 @@ class Rounds:
     def _skips(self) -> bool:
         return self._open_straight is not None
 
-    def take(self, seat: Seat, known: UnitOutputs, grad: bool) -> Handed:
+    def take(self, executor: StageExecutor, known: UnitOutputs, grad: bool) -> Handed:
         """What the stage before hands on; `known`: what is known of units' results before."""
-        return Handed({}, known) if seat.arrival is None else _take(seat.arrival, grad)
+        return Handed({}, known) if executor.arrival is None else _take(executor.arrival, grad)
 
-    def begin(self, seat: Seat, handed: Handed, key: int, microbatch: int = 0) -> StageRun:
+    def begin(self, executor: StageExecutor, handed: Handed, key: int, microbatch: int = 0) -> StageRun:
         """A run of a stage with what was handed to it, as far as the step goes."""
         return StageRun(
-            self.cut, seat.stage, microbatch, key, handed.inputs, handed.known, learn=True, again=True,
-            keep=[] if self._skips else None, going=Going(finding=True), made_for=handed.made_for,
+            self.cut, executor.stage, microbatch, key, handed.inputs, handed.known, learn=True, again=True,
+            keep=[] if self._skips else None, going=StopRule(finding=True), made_for=handed.made_for,
         )  # fmt: skip
 
-    def hand_void(self, seat: Seat) -> None:
+    def hand_void(self, executor: StageExecutor) -> None:
         """Tell the next stage that nothing comes."""
-        if seat.departure is not None:
-            seat.departure.forward.send_object(Handed({}, {}, is_void=True))
+        if executor.departure is not None:
+            executor.departure.forward.send_object(Handed({}, {}, is_void=True))
 
-    def hand(self, seat: Seat, run: StageRun, handed: Handed) -> Values:
+    def hand(self, executor: StageExecutor, run: StageRun, handed: Handed) -> Values:
         """Send all that a run can hand on to the next stage; returns what is said of it."""
         tensors = {
             place: leaf for place, leaf in (run.outputs or {}).items()
             if isinstance(leaf, Tensor) and (self._skips or isinstance(place, int))
         }  # fmt: skip
         values = {place: (describe(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
-        if seat.departure is not None:
+        if executor.departure is not None:
             after = Handed(values, {**handed.known, **(run.record or {})}, tuple(run.wanted_for))
-            seat.departure.forward.send_object(after)
-            seat.departure.forward.send(list(tensors.values()), [meta for meta, _ in values.values()])
+            executor.departure.forward.send_object(after)
+            executor.departure.forward.send(list(tensors.values()), [meta for meta, _ in values.values()])
         return values
 
     def _refuse(self, passed: Mapping[int, Passed], microbatch: int) -> None:
@@ -188,7 +188,7 @@ class Rounds:
             or "The stages wait for calls of each other's modules that none of them makes: the step takes other ways on"
             " other ranks, or calls a stage with what a later one returns. Train with one stage."
         )
-        if (0, stage) not in self.seats:
+        if (0, stage) not in self.executors:
             self._all_gather(None)  # that stage's rank says what is wrong
         raise_told(self._fail(error, Action("F", stage, microbatch)), error)
 
@@ -198,8 +198,8 @@ class Rounds:
             if target > source + 1:
                 assert self._open_straight is not None
                 self._open_straight(source, target)
-        for seat in self.seats.values():
-            for boundary in seat.boundaries():
+        for executor in self.executors.values():
+            for boundary in executor.boundaries():
                 contract = agreed.get(boundary.stages)
                 if contract is not None:
                     boundary.give(signature, contract)
@@ -237,11 +237,11 @@ def _refuse_undescribable(run: StageRun) -> None:
         raise PhantomError(undescribable(run.stage, "the other stages", error)) from error
 
 
-def _take(arrival: Arrival, grad: bool) -> Handed:
+def _take(arrival: RecvBoundary, grad: bool) -> Handed:
     """Receive what the stage before can hand on."""
     what = f"stage {arrival.source} to go through a step whose calls are not known yet"
     handed: Handed = arrival.forward.receive_object(what)
     contract = Contract(handed.values, {})
     received = arrival.forward.post(contract.metas(contract.travelling()), what).wait()
-    handed.inputs = Inbox.of([(contract, received)], grad).values
+    handed.inputs = ReceivedValues.of([(contract, received)], grad).values
     return handed

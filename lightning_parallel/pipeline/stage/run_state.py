@@ -12,11 +12,11 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 from lightning_parallel.pipeline.stage import calls
-from lightning_parallel.pipeline.stage.calls import ONCE, Going
-from lightning_parallel.pipeline.stage.cut import Cut
-from lightning_parallel.pipeline.stage.entry import Entry
-from lightning_parallel.pipeline.stage.exit import Exit
-from lightning_parallel.pipeline.stage.stage_values import Goods, Place
+from lightning_parallel.pipeline.stage.calls import ONCE, StopRule
+from lightning_parallel.pipeline.stage.cut import CutModel
+from lightning_parallel.pipeline.stage.entry import StageEntry
+from lightning_parallel.pipeline.stage.exit import StageExit
+from lightning_parallel.pipeline.stage.stage_values import Place, StageValues
 
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 
@@ -49,7 +49,7 @@ class RunState:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: CutModel,
         stage: int,
         microbatch: int,
         key: int,
@@ -58,15 +58,15 @@ class RunState:
         learn: bool,
         again: bool = False,
         keep: Collection[Place] | None = None,
-        going: Going = ONCE,
+        going: StopRule = ONCE,
         made_for: Collection[int] = (),
     ) -> None:
         self.cut, self.stage, self.microbatch, self.key = cut, stage, microbatch, key
         self.is_last = stage == cut.layout.num_stages - 1
         self.known = known
         self.record: UnitOutputs | None = {} if learn else None
-        self._goods = Goods(inputs, keep, learn)
-        self._entry, self._exit = Entry(stage, self._goods, made_for), Exit(self._goods)
+        self._stage_values = StageValues(inputs, keep, learn)
+        self._entry, self._exit = StageEntry(stage, self._stage_values, made_for), StageExit(self._stage_values)
         self.called: dict[str, int] = {}
         self.began: dict[tuple[str, int], int] = {}
         self.again, self.going = again, going
@@ -84,7 +84,7 @@ class RunState:
     @property
     def inputs(self) -> Mapping[Place, Tensor]:
         """What came in."""
-        return self._goods.inputs
+        return self._stage_values.inputs
 
     @property
     def needed(self) -> tuple[int, ...] | None:
@@ -94,7 +94,7 @@ class RunState:
     @property
     def wanted(self) -> tuple[Leaf, ...]:
         """What else of earlier units was needed, in order."""
-        return tuple(self._goods.wanted)
+        return tuple(self._stage_values.wanted)
 
     @property
     def wanted_for(self) -> Mapping[int, tuple[Leaf, ...]]:
@@ -108,7 +108,7 @@ class RunState:
 
     @property
     def outputs(self) -> dict[Place, Any] | None:
-        """What may be sent, see `Exit`; set where the next stage's first block is called."""
+        """What may be sent, see `StageExit`; set where the next stage's first block is called."""
         return self._exit.outputs
 
     def drop_outputs(self) -> None:
@@ -117,11 +117,11 @@ class RunState:
 
     def realized(self, tree: Any) -> Any:
         """A structure with the values of its Phantoms, fetched and computed where they can be."""
-        return self._goods.realized(tree)
+        return self._stage_values.realized(tree)
 
     def refuse_written(self, places: Iterable[Place]) -> None:
         """Raise if outputs are not what they were when the next stage's first block was called."""
-        place = self._goods.written(self.outputs or {}, places)
+        place = self._stage_values.written(self.outputs or {}, places)
         if place is not None:
             raise PhantomError(calls.written_to(self.stage, self.cut.first_block(self.stage + 1), place))
 

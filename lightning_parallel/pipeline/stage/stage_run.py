@@ -74,7 +74,7 @@ class StageRun(UnitCalls):
             return
         if self.cut.windows is not None:
             raise PhantomError(calls.DERIVATIVE_OF_FREED)
-        received = {node for x in self._goods.inputs.values() if (node := node_of(x)) is not None}
+        received = {node for x in self._stage_values.inputs.values() if (node := node_of(x)) is not None}
         is_forward_mode = not outputs
         whole = [x for x in inputs if reaches([x], received.__contains__)]
         if is_forward_mode or (len(whole) < max(1, len(inputs)) and reaches(outputs, received.__contains__)):
@@ -139,8 +139,8 @@ class StageRun(UnitCalls):
                 result = self._compute_and_note(hook, owner, module, args, kwargs, before_this)
         finally:
             self._inside -= 1
-        if self._goods.keep is not None:
-            self._goods.put_all(nth(hook.name, before_this), result)
+        if self._stage_values.keep is not None:
+            self._stage_values.put_all(nth(hook.name, before_this), result)
         if self.exits:
             self._count_after_exit()
         return result

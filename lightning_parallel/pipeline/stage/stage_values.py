@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.transport.tensor_meta import realize
 Place = int | Leaf  # where a value between stages belongs: a position among arguments, or a unit's result
 
 
-class Goods:
+class StageValues:
     """Results of units in one run.
 
     Args:

@@ -36,7 +36,7 @@ _WITHOUT_GRADIENTS = (
 )
 
 
-class Keys(NamedTuple):
+class SliceKeys(NamedTuple):
     """What later slices read of an attention: keys and values [B, H, t, E], and what is added to scores, [B, t]."""
 
     key: Tensor
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
     padding: Tensor | None = None
 
 
-KeysAndValues = list[Keys]  # of every attention in a block, in the order of their calls
+KeysAndValues = list[SliceKeys]  # of every attention in a block, in the order of their calls
 
 
 class SlicedAttention(TorchFunctionMode):
@@ -85,17 +85,19 @@ class SlicedAttention(TorchFunctionMode):
             return (given if self.dropout else given.without_dropout()).on_slice(self)
         return (func if self.dropout else without_dropout(func))(*args, **kwargs)
 
-    def with_earlier(self, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Keys:
+    def with_earlier(self, key: Tensor, value: Tensor, padding: Tensor | None = None) -> SliceKeys:
         """Note the keys and values of the next attention; returns them behind those of earlier slices."""
         if self._trains and not torch.is_grad_enabled():
             raise PhantomError(_WITHOUT_GRADIENTS)
         self.is_repeated |= is_checkpointed() and hook_on_saved_tensors() is not self._around
-        number, own = len(self.own), Keys(key, value, padding)
+        number, own = len(self.own), SliceKeys(key, value, padding)
         self.own.append(own)
         if not self.before:
             return own
         keys, values, paddings = zip(*(slice_[number] for slice_ in self.before), own, strict=True)
-        return Keys(torch.cat(keys, -2), torch.cat(values, -2), None if padding is None else torch.cat(paddings, -1))
+        return SliceKeys(
+            torch.cat(keys, -2), torch.cat(values, -2), None if padding is None else torch.cat(paddings, -1)
+        )
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Tensor:
         """Attention of a slice [B, H, t, E] to all keys up to its end."""
@@ -136,7 +138,7 @@ class SlicedAttention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
 
 
-class Whole(TorchFunctionMode):
+class WholeSequence(TorchFunctionMode):
     """While it is entered, a block is called with a whole sequence, and dropout drops nothing."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:

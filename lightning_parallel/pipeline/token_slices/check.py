@@ -22,7 +22,7 @@ from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.stage.side_effects import is_hooked
 from lightning_parallel.pipeline.stage.snapshot import untouched
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_cache, length_of, refuse_ahead
-from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention, Whole, forbids
+from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention, WholeSequence, forbids
 from lightning_parallel.pipeline.token_slices.call import stream_of
 from lightning_parallel.pipeline.token_slices.lengths import Slices
 
@@ -63,7 +63,7 @@ def check_block(
             refuse_ahead(hook.name, leaf, here, forbids(hook))
     with torch.no_grad(), untouched(owner), in_double(owner):
         streams.start(key ^ hook.own_stream)
-        with Whole():
+        with WholeSequence():
             whole = _call(module, arguments, 0, here, here, hook)
         pieces, before = [], list[KeysAndValues]()
         for number, (start, end) in enumerate(bounds):

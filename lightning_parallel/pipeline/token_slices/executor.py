@@ -1,4 +1,4 @@
-"""A seat whose actions may be on slices of a sequence.
+"""An executor whose actions may be on slices of a sequence.
 
 The one idea: a signature is new in one step, which runs whole micro-batches: there boundaries are agreed on, units
 described and blocks checked, as with any schedule. From the next step on an action with a slice runs the blocks on that
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage.boundary import Arrival, Contract, Departure, Inbox
+from lightning_parallel.pipeline.stage.boundary import Contract, ReceivedValues, RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.stage.calls import ONCE
 from lightning_parallel.pipeline.stage.stage_run import UnitOutputs
 from lightning_parallel.pipeline.token_slices.lengths import Slices
@@ -38,8 +38,8 @@ class Learned:
     length: int
 
 
-class TokenSeat(Seat):
-    """A stage that runs slices; the arguments are `Seat`'s.
+class TokenStageExecutor(StageExecutor):
+    """A stage that runs slices; the arguments are `StageExecutor`'s.
 
     Args:
         slices: how sequences are cut.
@@ -52,7 +52,7 @@ class TokenSeat(Seat):
         self.slices = slices
         self._learned: dict[Hashable, Learned] = {}
         self._microbatches: dict[int, SlicedMicrobatch] = {}
-        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._inboxes: dict[tuple[int, int], ReceivedValues] = {}
         self._losses: dict[int, Tensor] = {}
 
     def knows(self, signature: Hashable) -> bool:
@@ -92,7 +92,7 @@ class TokenSeat(Seat):
         contract = self._agreed(self.departure, action, work)
         return self.departure.post_gradients(contract, self._waits_for(action, self.departure.target))
 
-    def _agreed(self, boundary: Arrival | Departure, action: Action, work: StepWork) -> Contract:
+    def _agreed(self, boundary: RecvBoundary | SendBoundary, action: Action, work: StepWork) -> Contract:
         """What crosses a boundary with a slice."""
         signature = work.signatures[action.microbatch]
         whole = boundary.agreed(signature)
@@ -157,12 +157,12 @@ class TokenSeat(Seat):
                     " compute it, or use a schedule of whole micro-batches."
                 )
 
-    def _take(self, action: Action, work: StepWork) -> Inbox:
+    def _take(self, action: Action, work: StepWork) -> ReceivedValues:
         """Wait for a slice."""
         if self.arrival is None:
-            return Inbox({})
+            return ReceivedValues({})
         receipt = self._posted.pop(action, None) or self._start(action, work)
-        return Inbox.of([(self._agreed(self.arrival, action, work), receipt.wait())], work.training)
+        return ReceivedValues.of([(self._agreed(self.arrival, action, work), receipt.wait())], work.training)
 
     def _begin(self, microbatch: int, work: StepWork) -> SlicedMicrobatch:
         """Run the step up to this stage's end, noting what its blocks are called with."""

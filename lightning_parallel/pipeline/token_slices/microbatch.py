@@ -22,12 +22,12 @@ from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.token_slices.arguments import cut, refuse_ahead
-from lightning_parallel.pipeline.token_slices.attention import Keys, KeysAndValues
+from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SliceKeys
 from lightning_parallel.pipeline.token_slices.call import BlockCall, stream_of
 from lightning_parallel.pipeline.token_slices.check import real_arguments
 from lightning_parallel.pipeline.token_slices.on_slice import BlockOnSlice
 from lightning_parallel.pipeline.token_slices.plan import PlanRun
-from lightning_parallel.pipeline.token_slices.repeats import Repeats
+from lightning_parallel.pipeline.token_slices.repeats import RepeatedSlices
 
 Made = dict[Any, Tensor]  # what blocks returned for a slice, by `Leaf`; what came in, by the Phantom it stands for
 
@@ -46,7 +46,7 @@ class SlicedMicrobatch:
 
     def __init__(self, run: PlanRun, bounds: Sequence[tuple[int, int]], streams: RandomStreams) -> None:
         self.run, self.bounds, self.streams, self.length = run, bounds, streams, bounds[-1][1]
-        self._given = _Given()
+        self._given = _StepValues()
         self._before: list[list[KeysAndValues]] = [[] for _ in run.calls]  # by call, then by slice
         self._edges: list[list[tuple[Tensor, GradientEdge]]] = []  # by slice: kept keys or values, and where they enter
         self._repeats: list[dict[int, BlockOnSlice | None]] = []  # by slice: what checkpoints in blocks repeat
@@ -107,7 +107,7 @@ class SlicedMicrobatch:
         tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         made.update({(call.hook.name, place): x for place, x in enumerate(tensors)})
         if number < len(self.bounds) - 1:
-            before.append([Keys(self._kept(of.key), self._kept(of.value), of.padding) for of in attention.own])
+            before.append([SliceKeys(self._kept(of.key), self._kept(of.value), of.padding) for of in attention.own])
         if self.run.ends_step and call is self.run.calls[-1]:
             self._results.append(result)
 
@@ -162,7 +162,7 @@ class SlicedMicrobatch:
         if roots:
             self.streams.start(self.run.key)
             try:
-                with Repeats(repeats, self.streams) if repeats else nullcontext():
+                with RepeatedSlices(repeats, self.streams) if repeats else nullcontext():
                     torch.autograd.backward(roots, seeds)
             except CheckpointError as error:
                 raise PhantomError(
@@ -181,7 +181,7 @@ class SlicedMicrobatch:
         return {place: grad.narrow(1, start, end - start) for place, grad in grads.items() if place in edges}
 
 
-class _Given:
+class _StepValues:
     """What the step gave to blocks and no block made: a leaf for each tensor, of which slices are views."""
 
     def __init__(self) -> None:

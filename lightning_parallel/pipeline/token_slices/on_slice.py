@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.stage import calls
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.unit_calls import versions
 from lightning_parallel.pipeline.token_slices.attention import KeysAndValues, SlicedAttention
 from lightning_parallel.pipeline.token_slices.call import BlockCall
@@ -32,7 +32,7 @@ class BlockOnSlice:
     """
 
     call: BlockCall
-    cut: Cut
+    cut: CutModel
     before: Sequence[KeysAndValues]
     end: int
     length: int

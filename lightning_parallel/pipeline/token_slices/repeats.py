@@ -23,7 +23,7 @@ _LOST = (
 )
 
 
-class Repeats(TorchFunctionMode):
+class RepeatedSlices(TorchFunctionMode):
     """While it is entered, the backward of a slice runs.
 
     Args:

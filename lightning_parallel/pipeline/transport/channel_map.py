@@ -14,37 +14,37 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_parallel.mesh import unbound_from_device
-from lightning_parallel.pipeline.runtime.stage_executor import Seat
-from lightning_parallel.pipeline.stage.boundary import Arrival, Departure
-from lightning_parallel.pipeline.stage.cut import Cut
-from lightning_parallel.pipeline.token_slices.executor import TokenSeat
+from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
+from lightning_parallel.pipeline.stage.boundary import RecvBoundary, SendBoundary
+from lightning_parallel.pipeline.stage.cut import CutModel
+from lightning_parallel.pipeline.token_slices.executor import TokenStageExecutor
 from lightning_parallel.pipeline.transport.channel import AnyChannel, Channel
 from lightning_parallel.pipeline.transport.local_channel import LocalChannel
-from lightning_parallel.pipeline.transport.model_replica import Copy
+from lightning_parallel.pipeline.transport.model_replica import ModelReplica
 
-_STRAIGHT = 4  # times the number of stages: the first tag that neither neighbours nor `Copy` use
+_STRAIGHT = 4  # times the number of stages: the first tag that neither neighbours nor `ModelReplica` use
 
 
-class Links:
+class ChannelMap:
     """The boundaries of one rank's stages.
 
     Args:
         of: the ranks that hold the model.
-        dynamic_shapes: see `Departure`.
+        dynamic_shapes: see `SendBoundary`.
         joins: stages may wait for all micro-batches before they answer for one.
     """
 
-    def __init__(self, of: Copy, dynamic_shapes: bool, joins: bool = False) -> None:
+    def __init__(self, of: ModelReplica, dynamic_shapes: bool, joins: bool = False) -> None:
         self._of, self._dynamic_shapes = of, dynamic_shapes
         self._alone = len(of.placement) == of.num_ranks and not joins
-        self._seats: dict[tuple[int, int], Seat] = {}
+        self._executors: dict[tuple[int, int], StageExecutor] = {}
         self._open: set[tuple[int, int]] = set()
 
-    def seats(self, cut: Cut, skips: bool) -> dict[tuple[int, int], Seat]:
+    def executors(self, cut: CutModel, skips: bool) -> dict[tuple[int, int], StageExecutor]:
         """The stages of this rank with their neighbours; all ranks call it."""
         of = self._of
-        arrivals: dict[tuple[int, int], Arrival] = {}
-        departures: dict[tuple[int, int], Departure] = {}
+        arrivals: dict[tuple[int, int], RecvBoundary] = {}
+        departures: dict[tuple[int, int], SendBoundary] = {}
         for copy, ranks in enumerate(of.copies):
             for (replica, stage), row in sorted(of.placement.items()):
                 if stage == of.num_stages - 1:
@@ -54,17 +54,17 @@ class Links:
                 forward, backward = self._channel(here, there, tag), self._channel(there, here, tag + 1)
                 ends = (forward, backward, self._dynamic_shapes, self._alone)
                 if (copy, row) == (of.copy, of.row):
-                    departures[replica, stage] = Departure(stage, *ends)
+                    departures[replica, stage] = SendBoundary(stage, *ends)
                 if (copy, there) == (of.copy, of.rank):
-                    arrivals[replica, stage + 1] = Arrival(stage + 1, *ends)
+                    arrivals[replica, stage + 1] = RecvBoundary(stage + 1, *ends)
         name = (lambda replica: replica) if of.num_replicas > 1 else (lambda replica: None)
-        make = Seat if cut.slices is None else partial(TokenSeat, slices=cut.slices)
-        self._seats = {
-            seat: make(cut, seat[1], arrivals.get(seat), departures.get(seat), name(seat[0]), skips)
-            for seat, row in sorted(of.placement.items())
+        make = StageExecutor if cut.slices is None else partial(TokenStageExecutor, slices=cut.slices)
+        self._executors = {
+            executor: make(cut, executor[1], arrivals.get(executor), departures.get(executor), name(executor[0]), skips)
+            for executor, row in sorted(of.placement.items())
             if row == of.row
         }
-        return self._seats
+        return self._executors
 
     def open_straight(self, source: int, target: int) -> None:
         """A boundary between two stages that are no neighbours, in every replica; all ranks of a copy call it alike."""
@@ -82,12 +82,12 @@ class Links:
                 forward = self._channel(here, there, tag, use_local_synchronization=True)
                 backward = self._channel(there, here, tag + 1, use_local_synchronization=True)
             if of.rank == here:
-                boundaries = self._seats[replica, source].straight_out
-                boundaries.append(Departure(source, forward, backward, target=target))
+                boundaries = self._executors[replica, source].straight_out
+                boundaries.append(SendBoundary(source, forward, backward, target=target))
                 boundaries.sort(key=lambda boundary: boundary.target)
             if of.rank == there:
-                arrivals = self._seats[replica, target].straight_in
-                arrivals.append(Arrival(target, forward, backward, source=source))
+                arrivals = self._executors[replica, target].straight_in
+                arrivals.append(RecvBoundary(target, forward, backward, source=source))
                 arrivals.sort(key=lambda boundary: -boundary.source)
 
     def _channel(self, source: int, target: int, tag: int, **options: Any) -> AnyChannel:

@@ -49,7 +49,7 @@ _DIFFERENT = {
 }
 
 
-class Copy:
+class ModelReplica:
     """One copy of a model on its ranks, as one of them sees it.
 
     Args:

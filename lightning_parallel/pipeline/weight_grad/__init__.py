@@ -13,9 +13,9 @@ be whole or split whichever way its forward ran, and a whole one costs nothing.
 Left out: a second derivative of what was split; products of nodes that `products` does not know, which come with I.
 """
 
-from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
+from lightning_parallel.pipeline.weight_grad.graph import SplitPlan, plan
 from lightning_parallel.pipeline.weight_grad.saved import hook_on_saved_tensors
 from lightning_parallel.pipeline.weight_grad.split import backward_inputs
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients, run_together
 
-__all__ = ["Plan", "WeightGradients", "backward_inputs", "hook_on_saved_tensors", "plan", "run_together"]
+__all__ = ["SplitPlan", "WeightGradients", "backward_inputs", "hook_on_saved_tensors", "plan", "run_together"]

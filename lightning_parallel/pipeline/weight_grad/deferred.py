@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.pipeline.graphs.block_graphs import SharedGraphs
-from lightning_parallel.pipeline.weight_grad import Plan, backward_inputs, hook_on_saved_tensors, plan
+from lightning_parallel.pipeline.weight_grad import SplitPlan, backward_inputs, hook_on_saved_tensors, plan
 from lightning_parallel.pipeline.weight_grad.saved import Factor
 
 
@@ -29,7 +29,7 @@ class Deferred:
         self, roots: Sequence[Any], graphs: SharedGraphs | None, is_lent: Callable[[Tensor], bool] | None = None
     ) -> None:
         self._graphs, self._roots, self._slots = graphs, roots, list[Any]()
-        self._plan: Plan | None = plan(roots)
+        self._plan: SplitPlan | None = plan(roots)
         for product in self._plan.products if is_lent is not None else ():
             product.factor = _kept(product.factor, is_lent)
         self._noted: list[Any] = []  # what hooks on saved tensors made of what waits

@@ -21,7 +21,7 @@ WHOLE = frozenset({"CheckpointFunctionBackward"})
 
 
 @dataclass
-class Plan:
+class SplitPlan:
     """What I computes and what waits.
 
     Attributes:
@@ -48,7 +48,7 @@ def _kind_of(type_of_node: type) -> str | Kind:
     return _kinds.setdefault(type_of_node, kind)
 
 
-def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
+def plan(roots: Sequence[Tensor | GradientEdge]) -> SplitPlan:
     """Sort what the backward from these roots leads to. (Written out: it runs over every node, in every backward.)"""
     products: list[Product] = []
     leaves: list[Tensor] = []
@@ -80,4 +80,4 @@ def plan(roots: Sequence[Tensor | GradientEdge]) -> Plan:
             ends.append(node)
     met = set(map(id, leaves))
     products = [product for product in products if id(product.way.parameter) not in met]
-    return Plan(products, [*leaves, *(GradientEdge(node, 0) for node in ends)], whole)
+    return SplitPlan(products, [*leaves, *(GradientEdge(node, 0) for node in ends)], whole)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from lightning_parallel.pipeline.weight_grad.graph import Plan, plan
+from lightning_parallel.pipeline.weight_grad.graph import SplitPlan, plan
 from lightning_parallel.pipeline.weight_grad.waiting import WeightGradients
 
 
 def backward_inputs(
-    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], prepared: Plan | None = None
+    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], prepared: SplitPlan | None = None
 ) -> WeightGradients:
     """I: a backward without the products of weights, which wait in what is returned.
 

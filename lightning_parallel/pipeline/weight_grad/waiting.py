@@ -74,7 +74,7 @@ def run_together(
     for weights in waiting:
         for product in weights.take():
             of.setdefault(id(product.way.parameter), []).append(product)
-    batch = _Batch(ready)
+    batch = _ProductBatch(ready)
     for products in of.values():
         by_hand = fused or len(products) == 1
         parameter = products[0].way.parameter
@@ -87,7 +87,7 @@ def run_together(
     batch.flush()
 
 
-class _Batch:
+class _ProductBatch:
     """Products on their way into the engine, and parameters that are complete when they are in."""
 
     def __init__(self, ready: Callable[[Tensor], None] | None) -> None:

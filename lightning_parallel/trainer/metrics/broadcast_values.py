@@ -17,7 +17,7 @@ from lightning_parallel.trainer.metrics.watched_metric import WatchedMetric
 
 
 @dataclass(frozen=True)
-class _Told:
+class _BroadcastValue:
     """A metric's value and the moment it holds for: steps run, then resets and updates outside steps."""
 
     name: str
@@ -26,7 +26,7 @@ class _Told:
     value: Any
 
 
-class ToldValues:
+class BroadcastValues:
     """What the loss stage told of metrics since the last step.
 
     Args:
@@ -35,7 +35,7 @@ class ToldValues:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._told: dict[tuple[str, bool], list[_Told]] = {}
+        self._told: dict[tuple[str, bool], list[_BroadcastValue]] = {}
 
     def forget(self) -> None:
         """A step begins: what was told before it holds no longer."""
@@ -44,12 +44,12 @@ class ToldValues:
     def tell(self, watched: WatchedMetric, by_lightning: bool, value: Any) -> None:
         """On the rank of the loss: a value that it computed."""
         value = tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), value)
-        self._pipeline.tell(_Told(watched.name, by_lightning, watched.moment, value))
+        self._pipeline.tell(_BroadcastValue(watched.name, by_lightning, watched.moment, value))
 
     def hear_other(self) -> Any:
         """What the loss stage tells that is no metric's value; those that nobody here asked for are passed over."""
         told = self._pipeline.hear()
-        while isinstance(told, _Told):
+        while isinstance(told, _BroadcastValue):
             told = self._pipeline.hear()
         return told
 
@@ -71,7 +71,7 @@ class ToldValues:
                 value = (known.pop(0) if by_lightning else known[0]).value
                 return tree_map_only(Tensor, lambda t: t.to(watched.metric.device), value)
             told = self._pipeline.hear(f"metric `{watched.name}`, which rank 0 must compute too")
-            if not isinstance(told, _Told):
+            if not isinstance(told, _BroadcastValue):
                 raise RuntimeError(
                     f"Rank {self._pipeline.rank} computes metric `{watched.name}`, which rank 0 did not compute. Only"
                     " rank 0 (the last stage) holds what a metric has seen: compute it on every rank."

@@ -29,7 +29,7 @@ class OfOneMicrobatch:
 
 
 @dataclass(frozen=True)
-class Given:
+class LoggedValue:
     """What a metric that is logged on_step took in a micro-batch; of a whole batch `value`, what its forward gave."""
 
     args: tuple[Any, ...] = ()
@@ -69,7 +69,7 @@ class LoggedMetrics:
             )
         return watched.name
 
-    def given(self, metric: Metric, whole: bool) -> Given:
+    def given(self, metric: Metric, whole: bool) -> LoggedValue:
         """What a metric that the step logs on_step took in its last forward; `whole`: of the whole batch.
 
         Raises:
@@ -77,15 +77,15 @@ class LoggedMetrics:
         """
         watched = self._watched[id(metric)]
         if whole or metric._forward_cache is None:
-            return Given(value=metric._forward_cache, is_whole=True)
+            return LoggedValue(value=metric._forward_cache, is_whole=True)
         if watched.arguments is None:
             raise TypeError(
                 f"Metric `{watched.name}` is logged on_step, but {type(metric).__name__} has a forward of its own, from"
                 " which a pipeline cannot tell the value of a whole batch. Log it with on_step=False, on_epoch=True."
             )
-        return Given(*watched.arguments)
+        return LoggedValue(*watched.arguments)
 
-    def add(self, key: Hashable, name: str, given: Given) -> None:
+    def add(self, key: Hashable, name: str, given: LoggedValue) -> None:
         """Keep in mind the value of a whole batch for a logged key, or add a micro-batch to it."""
         if given.is_whole:
             self._blanks[key] = given.value

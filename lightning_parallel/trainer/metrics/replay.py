@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 
 @dataclass(frozen=True)
-class Update:
+class MetricUpdate:
     """An update of a metric by a micro-batch."""
 
     microbatch: int
@@ -51,7 +51,7 @@ class MetricReplay:
     """
 
     def __init__(self, collections: Sequence[MetricCollection]) -> None:
-        self.microbatch, self.updates = 0, list[Update]()
+        self.microbatch, self.updates = 0, list[MetricUpdate]()
         self._collections, self._depth = collections, 0
         self._before: dict[Watched, dict[str, Any]] | None = None
 
@@ -73,7 +73,7 @@ class MetricReplay:
         """Update a metric, and note it: not what a metric made of others does to them, that comes with its own."""
         if self.is_on and lasts and self._depth == 0 and _lasts(watched.metric):
             taken = tree_map_only(Tensor, Tensor.detach, (args, dict(kwargs)))
-            self.updates.append(Update(self.microbatch, watched.name, *taken))
+            self.updates.append(MetricUpdate(self.microbatch, watched.name, *taken))
         self._depth += 1
         try:
             watched.before["update"](*args, **kwargs)
@@ -92,7 +92,7 @@ class MetricReplay:
                 " micro-batches and keep others. Reset it in a hook, or use a schedule of one direction."
             )
 
-    def run(self, others: Sequence[Update], watched: Mapping[str, Watched]) -> None:
+    def run(self, others: Sequence[MetricUpdate], watched: Mapping[str, Watched]) -> None:
         """On the first rank: all updates of the step, this rank's and others', in the order of micro-batches."""
         updates = sorted([*self.updates, *others], key=lambda update: update.microbatch)
         self._put_back()

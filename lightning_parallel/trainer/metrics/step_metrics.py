@@ -25,10 +25,10 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
 from lightning_parallel.pipeline.runtime.assembly import Pipeline
-from lightning_parallel.trainer.metrics.broadcast_values import ToldValues
+from lightning_parallel.trainer.metrics.broadcast_values import BroadcastValues
 from lightning_parallel.trainer.metrics.logged_metrics import LoggedMetrics, OfOneMicrobatch
 from lightning_parallel.trainer.metrics.refusals import metrics_of, refuse_metrics
-from lightning_parallel.trainer.metrics.replay import MetricReplay, Update, state_of
+from lightning_parallel.trainer.metrics.replay import MetricReplay, MetricUpdate, state_of
 from lightning_parallel.trainer.metrics.watched_metric import WatchedMetric
 
 _LIGHTNING_READS = _ResultMetric.compute.__code__  # Lightning's own reading of a logged metric; it keeps the result
@@ -60,7 +60,7 @@ class StepMetrics:
         self.share: float | Tensor | None = None
         self._busy = self._warned = False
         self._undo: dict[WatchedMetric, dict[str, Any]] | None = None
-        self._told = ToldValues(pipeline)
+        self._told = BroadcastValues(pipeline)
         self._watched = {id(metric): self._watch(name, metric) for name, metric in metrics_of(module)}
         self.logged = LoggedMetrics(module, self._watched)
         refuse_metrics(module, self._watched.values(), pipeline)
@@ -121,7 +121,7 @@ class StepMetrics:
                 vars(watched.metric).update(state)
             self._undo = before
 
-    def take(self, updates: Sequence[Update]) -> None:
+    def take(self, updates: Sequence[MetricUpdate]) -> None:
         """On the rank of the loss: what other ranks' micro-batches updated, see `MetricReplay`."""
         assert self.replay is not None
         self.replay.run(updates, {watched.name: watched for watched in self._watched.values()})

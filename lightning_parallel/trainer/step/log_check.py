@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel.pipeline.parity.loss_check import Number
-from lightning_parallel.pipeline.stage.cut import Cut
+from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.trainer.step.step_log import options_of, reduced, refuse_value
 
 
@@ -28,7 +28,7 @@ class CheckedLog:
         cut: of its model.
     """
 
-    def __init__(self, module: LightningModule, cut: Cut) -> None:
+    def __init__(self, module: LightningModule, cut: CutModel) -> None:
         self._module, self._cut = module, cut
         self._now: dict[str, Number] = {}
 

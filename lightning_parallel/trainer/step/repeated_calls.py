@@ -21,7 +21,7 @@ from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
 from lightning_parallel.trainer.step.log_spreader import StepIsVoid
 
 
-class Repeats:
+class RepeatedCalls:
     """Which kinds of steps call stages several times.
 
     Args:

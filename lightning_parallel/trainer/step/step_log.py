@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_parallel.pipeline.batch.microbatch import weighted_sum
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
-from lightning_parallel.trainer.metrics.logged_metrics import Given
+from lightning_parallel.trainer.metrics.logged_metrics import LoggedValue
 from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -49,11 +49,11 @@ class MetricNote:
     """A metric that a micro-batch logged: its attribute, and (where `on_step` and not yet added up) what it took."""
 
     name: str
-    given: Given | None = None
+    given: LoggedValue | None = None
 
 
 @dataclass(frozen=True)
-class Note:
+class LogNote:
     """One `self.log` call of one micro-batch; `key`: its name and how many calls of that name came before it."""
 
     microbatch: int
@@ -78,7 +78,7 @@ class StepLog:
     ) -> None:
         self.module, self.loss_stage, self.metrics, self.training = module, loss_stage, metrics, training
         self.silent = silent
-        self.notes: list[Note] = []
+        self.notes: list[LogNote] = []
         self._seen: dict[tuple[int, str], int] = {}
         self.microbatch = 0
 
@@ -93,12 +93,12 @@ class StepLog:
 
     def joined(self, weights: Sequence[float | Tensor]) -> list[LogCall]:
         """One call for each logged key, in the order of first appearance."""
-        by_key: dict[tuple[str, int], list[Note]] = {}
+        by_key: dict[tuple[str, int], list[LogNote]] = {}
         for note in self.notes:
             by_key.setdefault(note.key, []).append(note)
         return [self._join(key, notes, weights) for key, notes in by_key.items()]
 
-    def take(self, notes: Sequence[Note]) -> None:
+    def take(self, notes: Sequence[LogNote]) -> None:
         """Add what other ranks noted, in the order of micro-batches."""
         self.notes = sorted([*self.notes, *notes], key=lambda note: note.microbatch)
         for note in self.notes:
@@ -130,7 +130,7 @@ class StepLog:
         if isinstance(value, (Metric, MetricCollection)):
             value = self._note_metric((name, occurrence), value, options)
         value = value.detach() if isinstance(value, Tensor) else value
-        self.notes.append(Note(self.microbatch, (name, occurrence), value, options))
+        self.notes.append(LogNote(self.microbatch, (name, occurrence), value, options))
 
     def _note_metric(self, key: tuple[str, int], metric: Any, options: dict[str, Any]) -> MetricNote:
         name, on_step = self.metrics.logged.name_of(metric, key[0]), options.get("on_step")
@@ -142,7 +142,7 @@ class StepLog:
         self.metrics.logged.add(key, name, given)
         return MetricNote(name)
 
-    def _join(self, key: tuple[str, int], notes: list[Note], weights: Sequence[float | Tensor]) -> LogCall:
+    def _join(self, key: tuple[str, int], notes: list[LogNote], weights: Sequence[float | Tensor]) -> LogCall:
         options = dict(notes[-1].options)
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(note.options["batch_size"] for note in notes)

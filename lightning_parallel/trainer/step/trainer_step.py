@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_parallel.pipeline.batch import microbatch
 from lightning_parallel.pipeline.batch.fields import Cutting, Name, named_leaves
 from lightning_parallel.pipeline.batch.rows import map_named
-from lightning_parallel.pipeline.parity.loss_check import LossCheck, Told
+from lightning_parallel.pipeline.parity.loss_check import LossCheck, StepReport
 from lightning_parallel.pipeline.parity.stage_check import Change, Fields, Rounding, StageCheck
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.runtime.turns import Swap, swap_of
@@ -30,7 +30,7 @@ from lightning_parallel.trainer.step.log_check import CheckedLog
 from lightning_parallel.trainer.step.log_spreader import LogSpreader, StepIsVoid
 from lightning_parallel.trainer.step.microbatch_losses import loss_of, number_on, weigh
 from lightning_parallel.trainer.step.step_log import LogCall, StepLog
-from lightning_parallel.trainer.step.two_directions import Share, ended_on, filling_seen
+from lightning_parallel.trainer.step.two_directions import RankResults, ended_on, filling_seen
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.pipeline_steps import PipelineSteps
@@ -178,11 +178,11 @@ class TrainerStep:
             directions.forwards_done()
             return
         if self._is_void:
-            directions.pack(Share({}, is_void=True))
+            directions.pack(RankResults({}, is_void=True))
             return
         own = {number: results[number] for number in ended_on(self.schedule, self.strategy.pipeline.row)}
         assert self.metrics.replay is not None
-        directions.pack(Share(own, self.log.notes, self.metrics.replay.updates))
+        directions.pack(RankResults(own, self.log.notes, self.metrics.replay.updates))
 
     def _join_directions(self, results: list[Any]) -> None:
         """After all actions: the rank of the loss takes what other ranks' micro-batches gave, and announces it."""
@@ -299,13 +299,13 @@ class TrainerStep:
         with self._precision():
             rounding = Rounding.of(self.module, device, torch.is_autocast_enabled(device.type))
 
-        def look(result: Any) -> Told:
+        def look(result: Any) -> StepReport:
             loss = loss_of(result).detach().double() if self.training else None
-            return Told(loss, log.taken(), result if self.kind == "predict" else None)
+            return StepReport(loss, log.taken(), result if self.kind == "predict" else None)
 
         judge = LossCheck(rounding, self.sizes, self.weights, look)
-        seats = [seat for (replica, _), seat in pipeline.engine.seats.items() if not replica]
-        return StageCheck(pipeline.rounds, seats, pipeline.all_gather, judge, rounding)
+        executors = [executor for (replica, _), executor in pipeline.engine.executors.items() if not replica]
+        return StageCheck(pipeline.rounds, executors, pipeline.all_gather, judge, rounding)
 
     def _fields(self) -> Fields:
         fields = self.memory.fields

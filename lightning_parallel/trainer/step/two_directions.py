@@ -2,8 +2,8 @@
 
 The one idea: with replicas of the pipeline the last stage lies on several ranks, and each sees the loss of its own
 micro-batches. Whatever a step gives there (what it returns, its `self.log` notes, what it updates metrics with) is one
-picklable `Share`. When a rank's forwards are done it packs its share and sends it; the first rank joins all of them in
-the order of micro-batches and goes on as if it had run them itself.
+picklable `RankResults`. When a rank's forwards are done it packs its share and sends it; the first rank joins all of
+them in the order of micro-batches and goes on as if it had run them itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning.pytorch import LightningModule
 from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.transport.parcel import Parcel, unpack
-from lightning_parallel.trainer.metrics.replay import Update
-from lightning_parallel.trainer.step.step_log import Note
+from lightning_parallel.trainer.metrics.replay import MetricUpdate
+from lightning_parallel.trainer.step.step_log import LogNote
 
 
 @dataclass
-class Share:
+class RankResults:
     """What the micro-batches of one rank gave.
 
     Attributes:
@@ -38,8 +38,8 @@ class Share:
     """
 
     results: Mapping[int, Any]
-    notes: list[Note] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
+    notes: list[LogNote] = field(default_factory=list)
+    updates: list[MetricUpdate] = field(default_factory=list)
     is_void: bool = False
 
 
@@ -67,7 +67,7 @@ class Directions:
         """On the first rank, behind its last forward: what is joined waits for nothing later."""
         self._done = torch.cuda.current_stream(self._pipeline.device).record_event() if self._aside else None
 
-    def pack(self, share: Share) -> None:
+    def pack(self, share: RankResults) -> None:
         """On another rank, behind its last forward; on a host what was packed leaves at once."""
         self._parcel = Parcel(share, self._pipeline.device)
         if self._aside is None:
@@ -82,7 +82,7 @@ class Directions:
         self._parcel.send(channel, self._pipeline.waiting)
         self._parcel = None
 
-    def receive(self, schedule: Schedule) -> list[Share]:
+    def receive(self, schedule: Schedule) -> list[RankResults]:
         """On the first rank: the shares of those others that had a forward of the last stage in this step."""
         found = []
         for row, channel in self._pipeline.reports.items():

@@ -28,7 +28,7 @@ from lightning_parallel.zero.deepspeed.presence import Presence
 from lightning_parallel.zero.deepspeed.refusals import refuse_optimizers, refuse_parameters
 from lightning_parallel.zero.deepspeed.scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed.setup import DeepSpeedOptions
-from lightning_parallel.zero.deepspeed.update import Update, replace_norms
+from lightning_parallel.zero.deepspeed.update import FragmentUpdate, replace_norms
 from lightning_parallel.zero.deepspeed.veil import Veil, behind_veil
 from lightning_parallel.zero.optimizer.state_shapes import refuse_states
 from lightning_parallel.zero.ranks import Ranks
@@ -71,7 +71,7 @@ class DeepSpeedEngine(DividedModule):
         self.broadcast_buffers, self._waiting = True, waiting
         self._clip, self._has_gradients = 0.0, False
         self._unscale: Tensor | None = None
-        self._update: Update | None = None  # while DeepSpeed steps
+        self._update: FragmentUpdate | None = None  # while DeepSpeed steps
         broadcast_together(list(module.buffers()), None, 0)
         self.initialize(local_rank, waiting)
         empty = [(clean_name(n), p) for n, p in module.named_parameters()] if options.stage == 3 else []
@@ -93,7 +93,7 @@ class DeepSpeedEngine(DividedModule):
         return handover
 
     def _measured(self) -> Tensor:
-        """Where DeepSpeed asks for the norm of gradients it gets 1; `Update` has the norm."""
+        """Where DeepSpeed asks for the norm of gradients it gets 1; `FragmentUpdate` has the norm."""
         assert self._update is not None
         self._update.measure(self.inner, self.device, self.options.bucket_bytes)
         return torch.ones((), device=self.device)
@@ -224,7 +224,7 @@ class DeepSpeedEngine(DividedModule):
     def _step(self, **kwargs: Any) -> None:
         self._curtain.open()
         self._agree_on_gradients()
-        self._update = Update(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
+        self._update = FragmentUpdate(self.fragments, self._presence.anywhere, self.ranks, self._clip, self._unscale)
         try:
             self._take_over_writes()
             self.deepspeed.step()

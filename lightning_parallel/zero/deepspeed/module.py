@@ -24,7 +24,7 @@ from lightning_parallel.zero.compiled_names import clean_name
 from lightning_parallel.zero.deepspeed.checkpoints import DividedStates
 from lightning_parallel.zero.deepspeed.setup import (
     DeepSpeedOptions,
-    Shards,
+    ShardGroups,
     answering_for,
     forget_groups,
     import_deepspeed,
@@ -115,7 +115,7 @@ class DividedModule(DividedStates):
                 model=self.module,
                 optimizer=self.optimizer,
                 model_parameters=[p for group in self.groups for p in group] if self.groups else [],
-                mpu=Shards(self.ranks) if self.ranks.num_replicas > 1 else None,
+                mpu=ShardGroups(self.ranks) if self.ranks.num_replicas > 1 else None,
                 config=self.options.configuration(self.device),
                 dist_init_required=False,
             )

@@ -110,7 +110,7 @@ def vectors_of(dtype: torch.dtype) -> Iterator[None]:
         ZeROOptimizer._configure_master_weights = own
 
 
-class Shards:
+class ShardGroups:
     """Tells DeepSpeed, as the `mpu` that it asks, among whom it divides: one group of neighbours, no part of a model.
 
     Args:

@@ -21,7 +21,7 @@ from lightning_parallel.zero.norms import joined_norm
 from lightning_parallel.zero.ranks import Ranks
 
 
-class Update:
+class FragmentUpdate:
     """What happens to fragments in one step.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel.zero.closed_parameters import Kept, close, reopen
+from lightning_parallel.zero.closed_parameters import KeptPart, close, reopen
 from lightning_parallel.zero.optimizer.guarded_state import GuardedState, give_back, own_methods
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -43,7 +43,7 @@ class Veil:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], optimizer: Optimizer | None) -> None:
-        self._kept = [(p, Kept(name, p.new_empty(0), 0, 0, None, words=_VALUES)) for name, p in parameters]
+        self._kept = [(p, KeptPart(name, p.new_empty(0), 0, 0, None, words=_VALUES)) for name, p in parameters]
         self._optimizer, self._depth, self._methods = optimizer, 1, dict[str, Any]()
         self._guard = None
         if optimizer is not None:

@@ -18,7 +18,7 @@ _READ = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that show v
 _ASK = {"size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex", "element_size"}
 
 
-class Strays(TorchFunctionMode):
+class IrregularBlocks(TorchFunctionMode):
     """Watches a step.
 
     Args:

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_parallel.zero.closed_parameters import lend_in_forward
 from lightning_parallel.zero.collectives import Traffic
 from lightning_parallel.zero.gather.block_calls import BlockCalls
-from lightning_parallel.zero.gather.irregular_blocks import Strays
-from lightning_parallel.zero.gather.prefetch_order import Waiting, Walk
+from lightning_parallel.zero.gather.irregular_blocks import IrregularBlocks
+from lightning_parallel.zero.gather.prefetch_order import PrefetchOrder, Waiting
 from lightning_parallel.zero.gather.uses import Uses
 from lightning_parallel.zero.native.bucket import Bucket
 from lightning_parallel.zero.native.gathered_bucket import GatheredBucket
 
 
-class Windows:
+class ParameterGather:
     """Opens and closes buckets by stage, and within a stage by block.
 
     Args:
@@ -57,8 +57,8 @@ class Windows:
     ) -> None:
         self._traffic, self._waiting, self._meet = traffic, waiting, meet
         self._stage = self._actions = self._holds = 0  # the action's stage, and how many have begun
-        self._walk: Walk | None = None
-        self._strays: Strays | None = None
+        self._walk: PrefetchOrder | None = None
+        self._strays: IrregularBlocks | None = None
         self._uses = Uses(buckets, stages_of, block_of)
         self._asked: list[GatheredBucket] = []  # what is whole as long as the action that runs
         self._calls = BlockCalls()
@@ -149,7 +149,7 @@ class Windows:
             return
         buckets = self._uses.of_blocks(stage)
         passed = self.passed if not forward and self.passed is not None else lambda block: None
-        self._walk = Walk(sorted(buckets, reverse=not forward), buckets, self._traffic, self._waiting, passed)
+        self._walk = PrefetchOrder(sorted(buckets, reverse=not forward), buckets, self._traffic, self._waiting, passed)
 
     def _finish_walk(self) -> None:
         walk, self._walk = self._walk, None
@@ -199,7 +199,7 @@ class Windows:
         if self._walk is not None:
             self._enter(self._walk, block)
 
-    def _enter(self, walk: Walk, block: int) -> None:
+    def _enter(self, walk: PrefetchOrder, block: int) -> None:
         if not walk.enter(block):
             raise ValueError(
                 f"The step uses the parameters of block {block} again when the blocks behind it have had their turn,"
@@ -222,7 +222,7 @@ class Windows:
             agree: for each answer, whether any copy says so; collective.
         """
         places = {parameter: n for n, bucket in enumerate(self._all()) for parameter in bucket.parameters}
-        self._strays = strays = Strays(places)
+        self._strays = strays = IrregularBlocks(places)
         try:
             with self.whole(), strays:
                 yield

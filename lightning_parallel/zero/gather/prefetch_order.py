@@ -18,7 +18,7 @@ from lightning_parallel.zero.native.gathered_bucket import GatheredBucket
 Waiting = Callable[[str], AbstractContextManager[Any]]
 
 
-class Walk:
+class PrefetchOrder:
     """Opens and closes the buckets of blocks.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_parallel.zero.closed_parameters import Closed, Kept, close, reopen
+from lightning_parallel.zero.closed_parameters import Closed, KeptPart, close, reopen
 from lightning_parallel.zero.native.partition import Partition
 from lightning_parallel.zero.sharded_gradient import gather_gradient
 
@@ -30,7 +30,7 @@ def divide_copy(copied: nn.Module, names: Mapping[nn.Parameter, str], partition:
             begin, end = partition.piece(parameter)
             own = torch.cat([like.detach().reshape(-1)[begin:end], like.detach().new_full((1,), float("nan"))])
             like.data = own[-1:].as_strided(like.shape, [0] * like.dim(), end - begin)
-            close(like, Kept(name, own[:-1], begin, end, partition.ranks.group))
+            close(like, KeptPart(name, own[:-1], begin, end, partition.ranks.group))
 
 
 def make_copy_whole(copied: nn.Module) -> None:

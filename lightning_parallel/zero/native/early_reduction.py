@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.pipeline.gradients.early_sums import Round, last_action
-from lightning_parallel.pipeline.parameters.table import Entry
+from lightning_parallel.pipeline.parameters.table import ParameterEntry
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.zero.native.bucket import Bucket
 from lightning_parallel.zero.reducer import Reducer
@@ -38,7 +38,7 @@ class EarlyReduction:
     def __init__(
         self,
         reducer: Reducer,
-        entry_of: Callable[[Bucket], Entry],
+        entry_of: Callable[[Bucket], ParameterEntry],
         row: int,
         may_wait: Callable[[], bool],
         comes_unseen: Callable[[nn.Parameter], bool] = lambda parameter: False,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_parallel.zero.closed_parameters import Kept, close, lose, put_data, reopen
+from lightning_parallel.zero.closed_parameters import KeptPart, close, lose, put_data, reopen
 from lightning_parallel.zero.collectives import Traffic, all_gather_parts
 from lightning_parallel.zero.native.bucket import Bucket
 
@@ -36,7 +36,7 @@ class GatheredBucket(Bucket):
     is_open = True
     names: Sequence[str] = ()
     _gathering: Any = None
-    _kept: Sequence[Kept] = ()
+    _kept: Sequence[KeptPart] = ()
 
     def _own_part(self) -> Tensor:
         """The part in memory of its own, and behind it the number that closed parameters read."""
@@ -45,10 +45,10 @@ class GatheredBucket(Bucket):
         self._closed = own[len(part) :]
         return own[: len(part)]
 
-    def _keep(self, index: int, name: str) -> Kept:
+    def _keep(self, index: int, name: str) -> KeptPart:
         (at, k), (begin, end) = self.places[index], self.layout.piece(index, self.ranks.rank)
         wide = self.updated[at : at + k] if self.has_copy else None
-        return Kept(name, self.own[at : at + k], begin, end, self.ranks.group, wide)
+        return KeptPart(name, self.own[at : at + k], begin, end, self.ranks.group, wide)
 
     def open(self, traffic: Traffic) -> None:
         """Begin to gather, if that is to be done."""

@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Places of parameters in a bucket that ranks share.
 
     Args:
@@ -48,7 +48,7 @@ class Layout:
         return (begin, end) if end > begin else (0, 0)
 
 
-def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
+def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> BucketLayout:
     """Put parameters one behind the other and cut the whole into equal parts.
 
     Args:
@@ -67,7 +67,7 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
         offsets.append(end)
         end += _up(numel, step)
     last = offsets[-1] + numels[-1] if offsets else 0
-    return Layout(tuple(numels), tuple(offsets), _up(-(-last // ranks), step), ranks)
+    return BucketLayout(tuple(numels), tuple(offsets), _up(-(-last // ranks), step), ranks)
 
 
 def fill_buckets(keys: Sequence[Hashable], nbytes: Sequence[int], limit: int) -> list[list[int]]:

@@ -42,7 +42,7 @@ class _Divided(GuardedState):
     pieces: dict[nn.Parameter, tuple[tuple[int, int], nn.Parameter]] | None = None  # and the segments they lie in
 
 
-class _Whole(defaultdict[Any, Any]):
+class _WholeStates(defaultdict[Any, Any]):
     """The states of an optimizer by parameter, of which this rank holds all; `held` has them by segment."""
 
     held: Mapping[Any, Any]
@@ -310,9 +310,9 @@ class ShardedOptimizer:
         return used
 
 
-def _renamed(state: Mapping[Any, Any], names: Mapping[Any, Any]) -> _Whole:
+def _renamed(state: Mapping[Any, Any], names: Mapping[Any, Any]) -> _WholeStates:
     """States under other keys."""
-    return _Whole(dict, {names.get(key, key): value for key, value in state.items()})
+    return _WholeStates(dict, {names.get(key, key): value for key, value in state.items()})
 
 
 def _widen(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.gradients.data_axis import DataAxis
 from lightning_parallel.pipeline.gradients.early_sums import Round
-from lightning_parallel.pipeline.parameters.table import Entry, ParameterTable
+from lightning_parallel.pipeline.parameters.table import ParameterEntry, ParameterTable
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.transport.channel import Waiting, nobody_waits
 from lightning_parallel.zero.closed_parameters import Closed, lend_in_forward, lose
 from lightning_parallel.zero.expected_bytes import ModelStates
-from lightning_parallel.zero.gather.parameter_gather import Windows
+from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 from lightning_parallel.zero.native.bucket import Bucket
 from lightning_parallel.zero.native.copies import divide_copy, make_copy_whole
 from lightning_parallel.zero.native.early_reduction import EarlyReduction
@@ -51,7 +51,7 @@ class StageStates:
         waiting: a context entered while this process is blocked.
         by_block: whether blocks are gathered apart.
         reductions: a group of the ranks of `data`, over which gradients are reduced.
-        comes_unseen, meet: see `EarlyReduction` and `Windows`.
+        comes_unseen, meet: see `EarlyReduction` and `ParameterGather`.
     """
 
     def __init__(
@@ -65,14 +65,16 @@ class StageStates:
         self.table, self.data, self.stage = table, data, options.stage
         self._copies: list[nn.Module] = []
         self._released = False
-        self._entries: dict[nn.Parameter, Entry] = {parameter: entry for entry, parameter in table.own()}
+        self._entries: dict[nn.Parameter, ParameterEntry] = {parameter: entry for entry, parameter in table.own()}
         self._blocks = table.blocks() if by_block else {}
         ranks = Ranks(data.place, data.size, data.group, reductions=reductions)
         self.partition = partition = Partition(
             table.model, optimizers, ranks, options, control=data.group, source=data.ranks[0], waiting=waiting,
             agree=data.agree, group=data.group, apart=self._apart, who="HybridStrategy",
         )  # fmt: skip
-        self.windows = Windows(partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of, meet)
+        self.windows = ParameterGather(
+            partition.buckets, self._stages_of, partition.traffic, waiting, self._block_of, meet
+        )
         self.early = EarlyReduction(
             partition.reducer, self._entry_of, table.row, lambda: not self.windows.is_walking, comes_unseen
         )
@@ -85,7 +87,7 @@ class StageStates:
     def _block_of(self, bucket: Bucket) -> int | None:
         return self._blocks.get(self._entry_of(bucket).name)
 
-    def _entry_of(self, bucket: Bucket) -> Entry:
+    def _entry_of(self, bucket: Bucket) -> ParameterEntry:
         return self._entries[bucket.parameters[0]]
 
     def _stages_of(self, bucket: Bucket) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ import torch
 from lightning_parallel.parameter_server import BSP, ESSP, SSP, Asynchronous, BoundedDelay, DropOlderThan, Sandblaster
 from lightning_parallel.parameter_server.consistency_names import gap_bound, rule_of
 from lightning_parallel.parameter_server.from_torch import (
-    Held,
     Rates,
+    ServedOptimizer,
     groups_of,
     initial_ranges,
     optimizer_state,
@@ -111,7 +111,7 @@ def test_parameters_that_are_frozen_or_added_are_said():
     groups[0][1].requires_grad_(False)
     optimizer = optimizer_of("adam", groups)
     assert [len(group) for group in groups_of(optimizer)] == [1, 2]
-    held, tolerant = Held(optimizer), Held(optimizer, may_freeze=True)
+    held, tolerant = ServedOptimizer(optimizer), ServedOptimizer(optimizer, may_freeze=True)
     groups[1][0].requires_grad_(False)
     tolerant.check()
     text = r"The optimizer has 2 parameters that train of 4, and at first had 3 of 4; the servers' table is made once"

@@ -21,13 +21,13 @@ from lightning_parallel.errors import StageError
 from lightning_parallel.failure.heartbeat_endpoint import lost
 from lightning_parallel.parameter_server.hosting import Far
 from lightning_parallel.parameter_server.trainer.coordination.detached_processes import detach, open_lines
-from lightning_parallel.parameter_server.trainer.coordination.hello import PAST, SERVER, WORKER, Hello
+from lightning_parallel.parameter_server.trainer.coordination.hello import PAST, SERVER, WORKER, Introduction
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
-from lightning_parallel.parameter_server.trainer.coordination.join_listener import Door
+from lightning_parallel.parameter_server.trainer.coordination.join_listener import JoinListener
 from lightning_parallel.parameter_server.trainer.coordination.later_runs import LaterRuns, answer, folder
 from lightning_parallel.parameter_server.trainer.coordination.reception import Arrival, Reception, come, greet, listen
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import Hub
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import Line
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import RunCoordinator
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import RunCoordinatorClient
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 _LOOK_S, _PATIENCE_S, _AGAIN_S = 0.2, 8.0, 0.02
@@ -37,7 +37,7 @@ class RunIsOver(StageError):
     """The run that a worker comes to is over."""
 
 
-class ExternalHub:
+class ExternalCoordinator:
     """A line to the hub of a run, which rank 0 starts.
 
     Args:
@@ -77,9 +77,9 @@ class ExternalHub:
         if rank == 0:
             listener = None if hosts is None else hosts.listen(world_size + num_far, run)
             _start(path, listener, hosts, world_size, num_far, timeout, island_size, restarts, past or {})
-        hello = Hello(WORKER, rank, os.getpid() if is_near else None)
+        hello = Introduction(WORKER, rank, os.getpid() if is_near else None)
         connection = _connect(path, hello, timeout, LaterRuns(port, run, hosts), hosts)
-        self.line = Line(connection, rank, reports=True, is_new=_is_new(connection, rank))
+        self.line = RunCoordinatorClient(connection, rank, reports=True, is_new=_is_new(connection, rank))
         open_lines.add(self.line.connection)
         self._end = Finalize(self, _close, (self.line,), exitpriority=1)
 
@@ -99,7 +99,7 @@ def _is_new(connection: AnyConnection, rank: int) -> bool:
     return answer
 
 
-def _close(line: Line) -> None:
+def _close(line: RunCoordinatorClient) -> None:
     with suppress(Exception):
         line.goodbye()
     open_lines.discard(line.connection)
@@ -114,7 +114,7 @@ def _start(path: Path, listener: socket.socket | None, *arguments: Any) -> None:
         listener.close()
 
 
-def _connect(path: Path, hello: Hello, timeout: float, later: LaterRuns, hosts: Hosts | None) -> AnyConnection:
+def _connect(path: Path, hello: Introduction, timeout: float, later: LaterRuns, hosts: Hosts | None) -> AnyConnection:
     """A connection to the hub, once it is there; tried anew where it had too many to look after."""
     rank, deadline, was_there = hello.number, time.monotonic() + timeout, False
     while True:
@@ -154,9 +154,9 @@ def _serve(
             reception = Reception(listener, hosts.greet, expected)
         lines, processes, far = _all_come(reception.next, world_size, num_far, past)
         signal.alarm(0)
-        door = Door(reception.next, processes, restarts, past)
+        door = JoinListener(reception.next, processes, restarts, past)
         kill = lambda rank: _kill(processes[rank])  # noqa: E731
-        hub = Hub(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
+        hub = RunCoordinator(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
         try:
             _run(hub, processes)
         finally:
@@ -184,7 +184,7 @@ def _all_come(
     return {line: rank for rank, line in lines.items()}, processes, far
 
 
-def _run(hub: Hub, processes: dict[int, int | None]) -> None:
+def _run(hub: RunCoordinator, processes: dict[int, int | None]) -> None:
     deadline = float("inf")
     while hub.is_busy and time.monotonic() < deadline:
         hub.turn(_LOOK_S)

@@ -22,7 +22,7 @@ _LENGTH, _HEARD = struct.Struct("!H"), b"\1"
 _MOST = 1024  # bytes
 
 
-class Hello(NamedTuple):
+class Introduction(NamedTuple):
     """Who comes.
 
     Args:
@@ -36,14 +36,14 @@ class Hello(NamedTuple):
     more: int | str | None = None
 
 
-def say(stream: socket.socket, hello: Hello) -> Waits[None]:
+def say(stream: socket.socket, hello: Introduction) -> Waits[None]:
     """Say who comes, and wait until it was heard."""
     blob = json.dumps(hello).encode()
     yield from write(stream, _LENGTH.pack(len(blob)) + blob)
     yield from read(stream, len(_HEARD))
 
 
-def hear(stream: socket.socket) -> Waits[Hello]:
+def hear(stream: socket.socket) -> Waits[Introduction]:
     """Who comes.
 
     Raises:
@@ -57,7 +57,7 @@ def hear(stream: socket.socket) -> Waits[Hello]:
     return hello
 
 
-def _read(blob: bytes) -> Hello:
+def _read(blob: bytes) -> Introduction:
     try:
         said = json.loads(blob)
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def _read(blob: bytes) -> Hello:
         case [("worker" | "server" | "past run") as kind, int(number), more] if (
             type(number) is int and number >= 0 and _suits(kind, more)
         ):
-            return Hello(kind, number, more)
+            return Introduction(kind, number, more)
     raise ValueError("it does not say who it is")
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_parallel.handshake import Unproven
 from lightning_parallel.mesh import open_store
-from lightning_parallel.parameter_server.trainer.coordination.hello import Hello, hear, say
+from lightning_parallel.parameter_server.trainer.coordination.hello import Introduction, hear, say
 from lightning_parallel.parameter_server.trainer.coordination.reception import Arrival
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection, SealedConnection, seal
 from lightning_parallel.secret import SECRET, Secret
@@ -30,7 +30,7 @@ from lightning_parallel.strangers import PATIENCE_S, Waits, drive
 
 if TYPE_CHECKING:
     from lightning_parallel.parameter_server.job import Job
-    from lightning_parallel.parameter_server.transport.keys import Keys
+    from lightning_parallel.parameter_server.transport.keys import CurveKeys
 
 _LATEST = "lightning_parallel/latest_hub"
 _IDLE_S, _BETWEEN_S, _PROBES = 5, 2, 3  # so a host whose cable is out is missed after 11 s
@@ -105,7 +105,7 @@ class Hosts:
         """Where the hub listens, once it does."""
         return int(self.store.get("hub"))
 
-    def connect(self, port: int, hello: Hello, seconds: float = PATIENCE_S) -> SealedConnection:
+    def connect(self, port: int, hello: Introduction, seconds: float = PATIENCE_S) -> SealedConnection:
         """A connection to the hub, which has heard who comes.
 
         Raises:
@@ -124,7 +124,7 @@ class Hosts:
                 time.sleep(_AGAIN_S)
         raise AssertionError
 
-    def _connect(self, port: int, hello: Hello, seconds: float) -> SealedConnection:
+    def _connect(self, port: int, hello: Introduction, seconds: float) -> SealedConnection:
         deadline = time.monotonic() + seconds
         with socket.create_connection((self.address, port), timeout=seconds) as stream:
             tls = drive(stream, self._come(stream, hello), deadline - time.monotonic())
@@ -132,7 +132,7 @@ class Hosts:
         keep_alive(line)
         return line
 
-    def _come(self, stream: socket.socket, hello: Hello) -> Waits[SSLSocket]:
+    def _come(self, stream: socket.socket, hello: Introduction) -> Waits[SSLSocket]:
         tls = yield from seal(stream, self._key, listens=False)
         try:
             yield from say(tls, hello)
@@ -146,15 +146,15 @@ class Hosts:
         return self.secret.key("hub")
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> CurveKeys:
         """CURVE keys of the run."""
         import zmq
         from zmq.utils import z85
 
-        from lightning_parallel.parameter_server.transport.keys import Keys
+        from lightning_parallel.parameter_server.transport.keys import CurveKeys
 
         own = z85.encode(self.secret.key("servers"))
-        return Keys(zmq.curve_public(own), own)
+        return CurveKeys(zmq.curve_public(own), own)
 
     def place(self, job: Job, connection: AnyConnection) -> Job:
         """A job's values for a process of this host, which reached the hub by this connection."""

@@ -19,7 +19,7 @@ from lightning_parallel.parameter_server.trainer.coordination.reception import A
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 
-class Door:
+class JoinListener:
     """Keeps who knocks waiting.
 
     Args:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_parallel.errors import StageError
-from lightning_parallel.parameter_server.trainer.coordination.hello import PAST, Hello
+from lightning_parallel.parameter_server.trainer.coordination.hello import PAST, Introduction
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
 from lightning_parallel.parameter_server.trainer.coordination.reception import come
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
@@ -40,7 +40,7 @@ class LaterRuns:
     """Runs that come after one of a script.
 
     Args:
-        port: of the script, see `ExternalHub`.
+        port: of the script, see `ExternalCoordinator`.
         run: the number of the one that a worker comes to.
         hosts: where there are several.
     """
@@ -84,7 +84,7 @@ class LaterRuns:
         return past
 
     def _hubs(self) -> list[Callable[[], AnyConnection]]:
-        question = Hello(PAST, self._run)
+        question = Introduction(PAST, self._run)
         if self._hosts is not None:
             hosts, (run, port) = self._hosts, self._hosts.latest
             return [lambda: hosts.connect(port, question)] if run > self._run else []

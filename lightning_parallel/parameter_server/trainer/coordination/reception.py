@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_parallel.handshake import Unproven
-from lightning_parallel.parameter_server.trainer.coordination.hello import Hello, hear, say
+from lightning_parallel.parameter_server.trainer.coordination.hello import Introduction, hear, say
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 from lightning_parallel.strangers import MOST, PATIENCE_S, Strangers, Waits, drive
 
@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
     """Who has come, and the connection to it."""
 
     line: AnyConnection
-    hello: Hello
+    hello: Introduction
 
 
 Greet = Callable[[socket.socket], Waits[Arrival]]
@@ -94,7 +94,7 @@ def greet(stream: socket.socket) -> Waits[Arrival]:
     return Arrival(Connection(stream.detach()), hello)
 
 
-def come(path: Path, hello: Hello, seconds: float = PATIENCE_S) -> Connection:
+def come(path: Path, hello: Introduction, seconds: float = PATIENCE_S) -> Connection:
     """Come to a hub of this host.
 
     Raises:

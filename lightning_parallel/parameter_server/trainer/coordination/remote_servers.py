@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lightning_parallel.parameter_server.serving import serve
 from lightning_parallel.parameter_server.trainer.coordination.detached_processes import detach
-from lightning_parallel.parameter_server.trainer.coordination.hello import SERVER, Hello
+from lightning_parallel.parameter_server.trainer.coordination.hello import SERVER, Introduction
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
 
 
@@ -55,7 +55,7 @@ def start_servers(hosts: Hosts, host: int, servers: Sequence[int]) -> None:
 def _wait_to_serve(hosts: Hosts, port: int, host: int, server: int) -> None:
     """What the process of a server runs."""
     os.setsid()  # torchrun ends all that is in a worker's session, when another worker has failed
-    line = hosts.connect(port, Hello(SERVER, server, str(host)))
+    line = hosts.connect(port, Introduction(SERVER, server, str(host)))
     with suppress(EOFError, OSError):  # the run ends without having needed any
         job, address, ranges = pickle.loads(line.recv_bytes())
         serve(hosts.place(job, line), address, ranges, line, str(host))

@@ -19,14 +19,14 @@ SURE_S = 4.0  # what a member of an island joined before it came here has long e
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """Who is there, who waits, for what and with which value.
 
     Args:
         present: ranks that are awaited.
 
     Example:
-        >>> meeting = Meeting({0, 1, 2})
+        >>> meeting = Rendezvous({0, 1, 2})
         >>> meeting.arrive(0, "a", "x"), meeting.arrive(2, "a", "z")
         (None, None)
         >>> meeting.leave(1)

@@ -21,18 +21,18 @@ from lightning_parallel.errors import Failure
 from lightning_parallel.failure.heartbeat_endpoint import lost
 from lightning_parallel.parameter_server.hosting import Far, Hosting, host
 from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
-from lightning_parallel.parameter_server.trainer.coordination.rendezvous import Meeting
+from lightning_parallel.parameter_server.trainer.coordination.rendezvous import Rendezvous
 from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import ROWS, STEP
-from lightning_parallel.parameter_server.trainer.coordination.tolerated_failures import excuse
-from lightning_parallel.parameter_server.trainer.coordination.worker_connections import HubLines
-from lightning_parallel.parameter_server.trainer.rows.row_deals import Deals, Part
+from lightning_parallel.parameter_server.trainer.coordination.tolerated_failures import why_tolerated
+from lightning_parallel.parameter_server.trainer.coordination.worker_connections import WorkerConnections
+from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart, Deals
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
 
 
-class Hub(HubLines):
+class RunCoordinator(WorkerConnections):
     """Talks to all ranks of a run.
 
     Args:
@@ -69,8 +69,8 @@ class Hub(HubLines):
         self._vacant: set[int] = set()  # ranks that a new worker may have
         self._held: dict[int, Any] | None = None  # ranks that wait for rows of the dead
         self._batches: dict[int, bytes] = {}  # of the step that all make together
-        self._same: dict[int, deque[list[Part]]] = defaultdict(deque)  # what an island's members are answered, too
-        self.meeting = Meeting(set(lines.values()))
+        self._same: dict[int, deque[list[DealPart]]] = defaultdict(deque)  # what an island's members are answered, too
+        self.meeting = Rendezvous(set(lines.values()))
         self.answers: dict[int, Any] = {}
         self.hosting: Hosting | None = None
 
@@ -120,7 +120,7 @@ class Hub(HubLines):
             self.deals.note(rank, *rest[1:])
         elif kind == "stuck":
             self._tell("Members of an island", self.meeting.circle_in_island(rank, rest[0], self._island(rank)))
-        elif kind is False and 0 not in self._island(rank) and (why := excuse(rest[0], self._lease)):
+        elif kind is False and 0 not in self._island(rank) and (why := why_tolerated(rest[0], self._lease)):
             self._leave_behind(line, rank, why)
         elif kind is False:
             del self.lines[line]
@@ -163,7 +163,7 @@ class Hub(HubLines):
         first = rank - rank % self._island_size
         return range(first, first + self._island_size)
 
-    def _more(self, rank: int) -> list[Part]:
+    def _more(self, rank: int) -> list[DealPart]:
         """What dead workers left for a rank; members of an island, who step together, are answered of one moment."""
         if not self._same[rank]:
             for mate in self._island(rank):

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_parallel.errors import Failure, StageError
-from lightning_parallel.parameter_server.trainer.rows.row_deals import Part
+from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 JOIN, ROWS = "new workers", "the rows of dead workers"  # what all meet for, and the hub adds something to
 STEP, END = "the rows of a step", "the end of a step"  # of all workers together
 
 
-class Line:
+class RunCoordinatorClient:
     """What a worker says to the hub.
 
     Args:
@@ -101,16 +101,16 @@ class Line:
         self._say("ask", question, *arguments)
         return self._hear("answer")
 
-    def deal(self, epoch: int, turn: int = 0) -> Part | None:
+    def deal(self, epoch: int, turn: int = 0) -> DealPart | None:
         """This worker's share of an epoch; None if new workers are to be let in before it."""
         self._say("deal", epoch, turn)
-        part: Part | None = self._hear("answer")
+        part: DealPart | None = self._hear("answer")
         return part
 
-    def more(self) -> list[Part]:
+    def more(self) -> list[DealPart]:
         """What dead workers left for this one."""
         self._say("more")
-        parts: list[Part] = self._hear("answer")
+        parts: list[DealPart] = self._hear("answer")
         return parts
 
     def note(self, number: int, seq: int, part: int, batches: int) -> None:

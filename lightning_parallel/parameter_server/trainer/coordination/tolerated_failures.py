@@ -12,7 +12,7 @@ from lightning_parallel.parameter_server.transport.session import LeaseLostError
 from lightning_parallel.parameter_server.worker.island import IslandLostError
 
 
-def excuse(failure: bytes, lease: str = "") -> str:
+def why_tolerated(failure: bytes, lease: str = "") -> str:
     """Why the others go on without a worker that says it failed; empty if they do not.
 
     Args:

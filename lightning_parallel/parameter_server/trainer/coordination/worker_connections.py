@@ -15,7 +15,7 @@ from typing import Any, cast
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 
 
-class HubLines:
+class WorkerConnections:
     """The hub's connections.
 
     Args:

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.heartbeat_endpoint import lost
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import Hub
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import Line
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator import RunCoordinator
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import RunCoordinatorClient
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
 from lightning_parallel.trainer.failure.reports import exit_hint
 from lightning_parallel.trainer.launch.process_launcher import ProcessLauncher, _rank_main
@@ -51,7 +51,9 @@ class _Workers(RankProcesses):
         super().__init__(start_method, count, main, job)
         self.restarts = restarts
         lines = cast(dict[AnyConnection, int], self._pipes)
-        self.hub = Hub(lines, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill())
+        self.hub = RunCoordinator(
+            lines, self._hint, self._restart, island_size, lambda rank: self.processes[rank].kill()
+        )
 
     def _restart(self, rank: int) -> Connection | None:
         """A new process for a rank whose last one died, while any may be started."""
@@ -92,12 +94,12 @@ class _Workers(RankProcesses):
 def _worker_main(rank: int, launcher: WorkerLauncher, *job: Any) -> None:
     """What a worker's process runs."""
     pipe = cast(Connection, job[-1])
-    launcher._strategy.open_line(Line(pipe, rank))
+    launcher._strategy.open_line(RunCoordinatorClient(pipe, rank))
     _rank_main(rank, launcher, *job)
 
 
 def _new_worker_main(rank: int, launcher: WorkerLauncher, *job: Any) -> None:
     """What the process of a worker runs that joins while the others train."""
     pipe = cast(Connection, job[-1])
-    launcher._strategy.open_line(Line(pipe, rank, is_new=True))
+    launcher._strategy.open_line(RunCoordinatorClient(pipe, rank, is_new=True))
     _rank_main(rank, launcher, *job)

@@ -19,8 +19,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import ROWS, Line
-from lightning_parallel.parameter_server.trainer.rows.row_deals import Part
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import ROWS, RunCoordinatorClient
+from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,7 +37,7 @@ class DealtSampler(Sampler[int]):
         self.sampler.set_epoch(epoch)
         self._begins(epoch)
 
-    def divide(self, part: Part) -> None:
+    def divide(self, part: DealPart) -> None:
         """Have the share that a part is of."""
         vars(self.sampler).update(vars(share_of(self.sampler, part)))
 
@@ -48,7 +48,7 @@ class DealtSampler(Sampler[int]):
         return len(self.sampler)
 
 
-def share_of(sampler: DistributedSampler, part: Part) -> DistributedSampler:
+def share_of(sampler: DistributedSampler, part: DealPart) -> DistributedSampler:
     """The sampler of the share that a part is of."""
     share, kind = copy.copy(sampler), DistributedSampler
     if isinstance(sampler, UnrepeatedDistributedSampler):
@@ -74,7 +74,7 @@ class DealtRows:
     Args:
         trainer: whose training loader Lightning has given a sampler.
         line: to the hub.
-        meet: waits for all workers, see ``Line.meet``.
+        meet: waits for all workers, see ``RunCoordinatorClient.meet``.
         welcome: lets in new workers, together with all others; returns the epoch that begins.
         together: whether steps are of all workers together, so that no epoch may end for one alone.
     """
@@ -82,7 +82,7 @@ class DealtRows:
     def __init__(
         self,
         trainer: Trainer,
-        line: Line,
+        line: RunCoordinatorClient,
         meet: Callable[[str], dict[int, Any]],
         welcome: Callable[[], int],
         together: bool = False,
@@ -163,7 +163,7 @@ class DealtRows:
         if before != (sampler.sampler.num_replicas, sampler.sampler.rank):
             iter(self._trainer.fit_loop._data_fetcher or ())
 
-    def _more(self) -> tuple[list[Part], bool]:
+    def _more(self) -> tuple[list[DealPart], bool]:
         """What is this worker's now, and whether anybody has rows that are to be waited for."""
         if not self._all_meet:
             return self._line.more(), False
@@ -188,7 +188,7 @@ class DealtRows:
     def _progress(self) -> Any:
         return self._trainer.fit_loop.epoch_loop.batch_progress
 
-    def _batches_of(self, part: Part) -> list[list[int]]:
+    def _batches_of(self, part: DealPart) -> list[list[int]]:
         """The rows of a part."""
         assert self._loader is not None
         own: Any = self._loader.batch_sampler

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.combined_loader import _Sequential
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import Line
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import RunCoordinatorClient
 from lightning_parallel.parameter_server.trainer.rows.dealt_rows import DealtSampler, loader_of, share_of
-from lightning_parallel.parameter_server.trainer.rows.row_deals import Part
+from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 Share = tuple[int, tuple[tuple[int, int], ...]]  # place among members; (part, parts) of it, one after the other
 
 
-class Shares:
+class EvaluationShares:
     """Who evaluates what of a loader.
 
     Args:
         members: ranks among whom it is dealt.
 
     Example:
-        >>> shares = Shares((0, 1, 2))
+        >>> shares = EvaluationShares((0, 1, 2))
         >>> shares.lost({0, 2}), shares.given[2]
         (True, [(2, ()), (1, ((1, 2),))])
         >>> shares.lost({0, 2})
@@ -61,12 +61,12 @@ class EvaluationRows:
     Args:
         trainer: whose loaders Lightning has given samplers.
         line: to the hub.
-        meet: waits for all workers, see ``Line.meet``.
+        meet: waits for all workers, see ``RunCoordinatorClient.meet``.
     """
 
-    def __init__(self, trainer: Trainer, line: Line, meet: Callable[[str], dict[int, Any]]) -> None:
+    def __init__(self, trainer: Trainer, line: RunCoordinatorClient, meet: Callable[[str], dict[int, Any]]) -> None:
         self._trainer, self._line, self._meet = trainer, line, meet
-        self._shares: dict[int, Shares] = {}  # by the sampler's id
+        self._shares: dict[int, EvaluationShares] = {}  # by the sampler's id
 
     def take(self, loader: object) -> None:
         """Look after a loader, if its rows are Lightning's to deal."""
@@ -76,14 +76,14 @@ class EvaluationRows:
             return
         own = DealtSampler(sampler, lambda epoch: self._begin(own, epoch))
         batches.sampler = own
-        self._shares[id(own)] = Shares(self._line.present)
+        self._shares[id(own)] = EvaluationShares(self._line.present)
         if self._trainer.state.fn != TrainerFn.FITTING:
             self._line.may_lose()
 
     def _begin(self, own: DealtSampler, epoch: int) -> None:
         """An evaluation begins: divide the rows among those who are there."""
-        shares = self._shares[id(own)] = Shares(self._meet("the rows of an evaluation"))
-        own.divide(Part(epoch, shares.members, shares.members.index(self._line.rank)))
+        shares = self._shares[id(own)] = EvaluationShares(self._meet("the rows of an evaluation"))
+        own.divide(DealPart(epoch, shares.members, shares.members.index(self._line.rank)))
         loop = self._loop
         loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
         for index, loader in enumerate(loaders):
@@ -126,11 +126,11 @@ class EvaluationRows:
     def _limit(self) -> int | float:
         return self._trainer.limit_test_batches if self._trainer.testing else self._trainer.limit_val_batches
 
-    def _batches_of(self, loader: Any, shares: Shares, share: Share) -> list[list[int]]:
+    def _batches_of(self, loader: Any, shares: EvaluationShares, share: Share) -> list[list[int]]:
         """The rows of a share, by batch."""
         batches, (place, cuts) = loader.batch_sampler, share
         sampler = batches.sampler.sampler
-        rows = share_of(sampler, Part(sampler.epoch, shares.members, place))
+        rows = share_of(sampler, DealPart(sampler.epoch, shares.members, place))
         found = list(BatchSampler(rows, batches.batch_size, batches.drop_last))
         found = found[: int(self._limited(len(found)))]
         for part, parts in cuts:

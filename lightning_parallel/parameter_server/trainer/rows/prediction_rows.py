@@ -14,8 +14,8 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_parallel.parameter_server.trainer.rows.dealt_rows import DealtSampler
-from lightning_parallel.parameter_server.trainer.rows.evaluation_rows import EvaluationRows, Shares
-from lightning_parallel.parameter_server.trainer.rows.row_deals import Part
+from lightning_parallel.parameter_server.trainer.rows.evaluation_rows import EvaluationRows, EvaluationShares
+from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart
 
 
 class PredictionRows(EvaluationRows):
@@ -31,10 +31,10 @@ class PredictionRows(EvaluationRows):
         if not _is_in_order(sampler) or self._fewest(batches._batch_sampler, len(members)) < 1:
             return
         own = DealtSampler(sampler, lambda epoch: None)
-        own.divide(Part(0, members, members.index(self._line.rank)))
+        own.divide(DealPart(0, members, members.index(self._line.rank)))
         batches._batch_sampler.sampler = own
         batches.sampler = own  # type: ignore[attr-defined]
-        self._shares[id(own)] = Shares(members)
+        self._shares[id(own)] = EvaluationShares(members)
         self._line.may_lose()
 
     def _fewest(self, batches: BatchSampler, workers: int) -> int | float:

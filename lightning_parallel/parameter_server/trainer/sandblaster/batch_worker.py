@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_parallel.parameter_server.messages import Copy
-from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import END, Line
-from lightning_parallel.parameter_server.trainer.sandblaster.coordinator import Clipping, Coordinator
+from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import END, RunCoordinatorClient
+from lightning_parallel.parameter_server.trainer.sandblaster.coordinator import Clipping, SandblasterCoordinator
 from lightning_parallel.parameter_server.trainer.worker import ServerWorker, replaced
 from lightning_parallel.parameter_server.transport.errands import Helping
 from lightning_parallel.pipeline.batch.rows import count_rows
@@ -49,8 +49,8 @@ class BatchWorker(ServerWorker):
     """
 
     helping: Helping
-    line: Line
-    coordinator: Coordinator | None = None
+    line: RunCoordinatorClient
+    coordinator: SandblasterCoordinator | None = None
     come_to: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)
     batch: Any = None
     portion: Any = _NO_BATCH
@@ -126,7 +126,7 @@ class BatchWorker(ServerWorker):
         return float(self._loss), self.staging.out(self.staging.pack(gradients)).to(torch.float64)
 
     def state(self, copies: Mapping[int, Copy]) -> dict[int, Any]:
-        """Of rank 0's optimizer, see `Coordinator.state`."""
+        """Of rank 0's optimizer, see `SandblasterCoordinator.state`."""
         return {} if self.coordinator is None else self.coordinator.state(copies)
 
     def close(self, failed: bool) -> None:

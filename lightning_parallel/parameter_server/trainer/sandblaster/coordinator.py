@@ -54,7 +54,7 @@ class Clipping:
             space.call("scale", "g", share)
 
 
-class Coordinator:
+class SandblasterCoordinator:
     """Has the servers make the steps of rank 0's optimizer, in a thread beside rank 0's portions.
 
     Args:
