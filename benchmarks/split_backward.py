@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel.pipeline.graphs.block_graphs import BlockGraphs, SharedGraphs
+from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.weight_grad import WeightGradients, backward_inputs, plan
 
 try:  # private in torch, and the peer here

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from lightning_parallel.measure import palette
 from lightning_parallel.measure.picture import Panel, draw_timelines
-from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.planning.choice import choose
 from lightning_parallel.pipeline.planning.loads import costs_of_stages
 from lightning_parallel.pipeline.planning.splits import merge_useless_splits
+from lightning_parallel.pipeline.schedule import receive_ahead_needed
 from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
 from lightning_parallel.pipeline.schedules.formulas import bubble_formula, find_formula
 from lightning_parallel.pipeline.simulator import Timeline, simulate

@@ -14,10 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from lightning_parallel.measure.spans import Span
-from lightning_parallel.pipeline.checks import receive_ahead_needed
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.planning.choice import choose
-from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.schedule import Schedule, receive_ahead_needed
 from lightning_parallel.pipeline.schedules import SCHEDULES, find, make, spec
 from lightning_parallel.pipeline.schedules.formulas import bubble_formula, formula_text
 from lightning_parallel.pipeline.simulator import Timeline, simulate

@@ -1,6 +1,6 @@
 """What frees a main thread that waits for a rank that will never answer, and how such waiting looks when it ends.
 
-The one idea: closing connections under a blocked call ends it with an error. Left out: when to (``watch.py``).
+The one idea: closing connections under a blocked call ends it with an error. Left out: when to (``failure/watch.py``).
 """
 
 import os

@@ -2,7 +2,8 @@
 
 The one idea: a process that dies closes its sockets, so a connection of one's own tells of its end at once, on any host
 and whatever killed it. Both ends have proven themselves (``handshake.py``); every message has a MAC and a number in its
-row, and the first one that is not as it must be ends the connection. Left out: who says what to whom (``watch.py``).
+row, and the first one that is not as it must be ends the connection. Left out: who says what to whom
+(``failure/watch.py``).
 
     frame = length of the message, 4 bytes | message | HMAC-SHA256 of (number, length, message), 32 bytes
 """

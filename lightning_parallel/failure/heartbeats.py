@@ -3,7 +3,7 @@
 The one idea: the end of a connection, a silence, and "everybody waits" are the ways in which a run stops without an
 exception, and one place that hears all ranks can tell all three. `HeartbeatServer` is that place (rank 0),
 `HeartbeatClient` the other ranks' end of it. Both belong to the watch's thread. Left out: what is done about it
-(``watch.py``).
+(``failure/watch.py``).
 """
 
 import logging

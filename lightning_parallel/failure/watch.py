@@ -11,14 +11,41 @@ the process ends (``ending.py``).
 Left out: restarting what failed; a rank that computes for ever without communicating.
 """
 
+from __future__ import annotations
+
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import TracebackType
 
-from lightning_parallel.errors import Failure, StageError
+from lightning_parallel.errors import Failure, StageError, raise_told
 from lightning_parallel.failure.aborts import is_communication_error
-from lightning_parallel.failure.blocked import Blocked
 from lightning_parallel.failure.watch_thread import SAID_S, WatchThread
+
+
+class Blocked:
+    """See `Watch.blocked`.
+
+    Args:
+        watch: of this rank.
+        what: what is waited for, as in "F3 from rank 0".
+    """
+
+    __slots__ = ("_before", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: str) -> None:
+        self._watch, self._what = watch, what
+
+    def __enter__(self) -> None:
+        self._before, self._watch.waiting = self._watch.waiting, self._what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.waiting = self._before
+        self._watch.progress += 1
+        if isinstance(error, RuntimeError):
+            raise_told(self._watch.report_echo(error, f"waiting for {self._what}"), error)
 
 
 class Watch(WatchThread):

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from lightning_parallel.measure import bubble
 from lightning_parallel.measure.spans import Rows, Span
-from lightning_parallel.pipeline import dependencies
+from lightning_parallel.pipeline import schedule as dependencies
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Action, Schedule
 

@@ -53,7 +53,7 @@ SAFE: dict[str, tuple[int, str]] = {
     "parameter_server/trainer/coordination/external_coordinator.py": (1, MEMBER),
     "parameter_server/trainer/coordination/remote_servers.py": (1, MEMBER),
     "parameter_server/trainer/coordination/run_coordinator.py": (2, OWN),
-    "parameter_server/trainer/coordination/worker_connections.py": (1, MEMBER),
+    "parameter_server/trainer/coordination/run_coordinator.py": (1, MEMBER),
     "parameter_server/trainer/coordination/later_runs.py": (1, MEMBER),
     "parameter_server/trainer/coordination/run_coordinator_client.py": (4, MEMBER),
     "parameter_server/trainer/coordination/past_runs.py": (1, OWN),

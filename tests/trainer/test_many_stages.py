@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_parallel.demo import GPT
 from lightning_parallel.pipeline.partition.layout import StageLayout, lay_out
-from lightning_parallel.pipeline.runtime import unit_seconds
+from lightning_parallel.pipeline.runtime import assembly
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.schedules import SCHEDULES
 from tests.trainer.modules import token_loader
@@ -109,7 +109,7 @@ def test_units_are_timed_once_to_choose_a_schedule_and_to_cut(monkeypatch):
     def again(*args: Any) -> None:
         raise AssertionError("timed again")
 
-    monkeypatch.setattr(unit_seconds, "unit_costs", again)
+    monkeypatch.setattr(assembly, "unit_costs", again)
     options = {"schedule": "auto", "partition": "time", "num_microbatches": 4}
     case = Case(WithExample, token_loader, options, at_end=cut_by)
     for record in on_stages(case, 2):

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn, ones
 
-from lightning_parallel.zero.deepspeed.refusals import refuse_parameters
+from lightning_parallel.zero.deepspeed.engine import refuse_parameters
 
 
 class Scaled(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.graphs.block_graphs import BlockGraphs, SharedGraphs
+from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.weight_grad.deferred import Deferred
 
 CPU = torch.device("cpu")

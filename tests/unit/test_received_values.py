@@ -5,8 +5,7 @@ import weakref
 
 import torch
 
-from lightning_parallel.pipeline.stage.contract import Contract
-from lightning_parallel.pipeline.stage.received_values import ReceivedValues
+from lightning_parallel.pipeline.stage.boundary import Contract, ReceivedValues
 from lightning_parallel.pipeline.transport.tensor_meta import describe
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_parallel.pipeline import Action, Schedule
-from lightning_parallel.pipeline.checks import check_fifo, receive_ahead_needed
+from lightning_parallel.pipeline.schedule import check_fifo, receive_ahead_needed
 from lightning_parallel.pipeline.schedules import make
 
 WRONG = {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_parallel.pipeline.checks import receive_ahead_needed
+from lightning_parallel.pipeline.schedule import receive_ahead_needed
 from lightning_parallel.pipeline.schedules import SCHEDULES, make
 from lightning_parallel.pipeline.schedules.spec import options_of
 from lightning_parallel.pipeline.simulator import Costs, peak_activations, simulate

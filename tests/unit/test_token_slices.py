@@ -12,8 +12,7 @@ from lightning_parallel.demo.gpt import Block
 from lightning_parallel.pipeline.partition.layout import lay_out
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.schedules.slice_lengths import slice_lengths
-from lightning_parallel.pipeline.stage.cut import CutModel
-from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.cut import CutModel, Hook
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.token_slices.arguments import cut, is_mask, refuse_ahead
 from lightning_parallel.pipeline.token_slices.attention import SlicedAttention

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_parallel.pipeline import dependencies
+from lightning_parallel.pipeline import schedule as dependencies
 from lightning_parallel.pipeline.costs import Costs
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.simulator import simulate

@@ -19,16 +19,15 @@ from lightning_parallel.pipeline.batch import microbatch
 from lightning_parallel.pipeline.gradients.data_axis import DataAxis
 from lightning_parallel.pipeline.gradients.fresh_gradients import FreshGradients
 from lightning_parallel.pipeline.gradients.gradient_sums import GradientSums
-from lightning_parallel.pipeline.graphs.block_graphs import SharedGraphs
+from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.parameters.own_part import OwnPart
 from lightning_parallel.pipeline.parameters.replica_check import compare
 from lightning_parallel.pipeline.parameters.table import ParameterTable
 from lightning_parallel.pipeline.partition.blocks import unit_names
 from lightning_parallel.pipeline.partition.layout import Partition, lay_out
-from lightning_parallel.pipeline.planning.timing import Context
+from lightning_parallel.pipeline.planning.timing import Context, unit_costs
 from lightning_parallel.pipeline.runtime.clock import make_clock
 from lightning_parallel.pipeline.runtime.engine import Engine
-from lightning_parallel.pipeline.runtime.unit_seconds import agreed_seconds
 from lightning_parallel.pipeline.schedule import Action, Schedule
 from lightning_parallel.pipeline.stage.cut import CutModel, Recompute
 from lightning_parallel.pipeline.stage.rounds import Rounds
@@ -195,3 +194,16 @@ def rows_by_rank(schedule: Schedule) -> list[int]:
     """
     last, count = schedule.placement[0, schedule.num_stages - 1], schedule.num_ranks
     return list(range(count)) if last == 0 else [(last - rank) % count for rank in range(count)]
+
+
+def agreed_seconds(pipeline: Pipeline, names: Sequence[str], context: Context) -> dict[str, float]:
+    """Seconds of F and B of the named units, as the loss stage's rank of the first copy measures them."""
+    seconds = torch.zeros(len(names), dtype=torch.float64)
+    if pipeline.at_loss and pipeline.copy == 0:
+        costs = unit_costs(pipeline.model, names, pipeline.device, 'partition="time"', context)
+        seconds = torch.tensor([costs[name].forward + costs[name].backward for name in names], dtype=torch.float64)
+    if pipeline.at_loss:
+        pipeline.data.equalize([seconds])
+        pipeline.tensor.equalize([seconds])
+    pipeline.broadcast(seconds)
+    return dict(zip(names, seconds.tolist(), strict=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.runtime.saved_forward import SavedForward
+from lightning_parallel.pipeline.runtime.receiving import SavedForward
 from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.turns import Meet, Swap, run_in_turns, swap_of
 from lightning_parallel.pipeline.runtime.work import StepWork

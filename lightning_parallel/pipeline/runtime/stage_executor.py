@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.pipeline.runtime.receiving import Receiving
-from lightning_parallel.pipeline.runtime.saved_forward import SavedForward
+from lightning_parallel.pipeline.runtime.receiving import Receiving, SavedForward
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
-from lightning_parallel.pipeline.stage.boundary import RecvBoundary, SendBoundary
+from lightning_parallel.pipeline.stage.boundary import Contract, RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.stage.calls import ONCE
-from lightning_parallel.pipeline.stage.contract import Contract
 from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.stage_run import CalledAgain, StageRun
 from lightning_parallel.pipeline.stage.stage_values import Place

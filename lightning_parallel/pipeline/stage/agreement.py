@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_parallel.pipeline.phantoms.stand_in import Leaf
+from lightning_parallel.pipeline.stage.boundary import Contract, Values
 from lightning_parallel.pipeline.stage.calls import StopRule
-from lightning_parallel.pipeline.stage.contract import Contract, Values
 from lightning_parallel.pipeline.stage.stage_run import UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place
 

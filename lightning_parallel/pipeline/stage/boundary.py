@@ -1,31 +1,112 @@
 """What crosses from one stage to the next, agreed once per input signature.
 
-The one idea: the first time a signature is seen, the earlier stage sends a header (what its units return, and every
-tensor among the arguments of the next stage's first block) with all of those tensors; the later stage answers which of
-them it could not compute itself. From then on only these travel, in that order, their receives posted early. Gradients
-come back for those that carry one. `dynamic_shapes=True` agrees anew every time.
-
-Where a step calls a stage more often than it is run, or stages use what others than their neighbours made (`rounds`), a
-boundary is given its contract and asks nothing. That is so of every boundary between stages that are no neighbours.
-
-Where ranks hold several stages, an answer may depend on what the asking rank does next; there nobody waits for it
-before a forward, and all values travel for the length of the step in which a signature is new.
+The one idea: `Contract` is plain data, made by a header of the earlier stage and an answer of the later one. From then
+on only what the later stage lacks travels (`SendBoundary`, `RecvBoundary`). Everything that came in, from whatever
+stage, is what one autograd node gives out (`ReceivedValues`), so a backward stops there, and each stage that sent
+something gets its gradients from one place.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.stage.contract import Contract, Values
-from lightning_parallel.pipeline.stage.received_values import ReceivedValues
-from lightning_parallel.pipeline.stage.stage_run import StageRun
+from lightning_parallel.pipeline.stage.calls import ONCE, StopRule
+from lightning_parallel.pipeline.stage.stage_run import StageRun, UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place
 from lightning_parallel.pipeline.transport.channel import AnyChannel, AnyReceipt
-from lightning_parallel.pipeline.transport.tensor_meta import describe
+from lightning_parallel.pipeline.transport.tensor_meta import TensorMeta, describe
+
+Values = dict[Place, tuple[TensorMeta, bool]]  # what is known of values, and whether they carry a gradient
+
+
+@dataclass
+class Contract:
+    """What was agreed for one signature.
+
+    Attributes:
+        values: {place: (meta, carries a gradient)} of every tensor that the earlier stage holds and the next one may
+            need: by position among the arguments, or as what a unit returned.
+        units: what the units up to the boundary return.
+        needed: places of those that the later stage lacks, None until it has answered.
+        is_new: all values travel, whatever was answered.
+        going: how far the earlier stage runs.
+        is_void: the later stage cannot run yet, so nothing travels.
+    """
+
+    values: Values
+    units: UnitOutputs
+    needed: tuple[Place, ...] | None = None
+    is_new: bool = False
+    going: StopRule = ONCE
+    is_void: bool = False
+
+    def travelling(self) -> tuple[Place, ...]:
+        return tuple(self.values) if self.needed is None or self.is_new else self.needed
+
+    def metas(self, positions: Sequence[Place]) -> list[TensorMeta]:
+        return [self.values[position][0] for position in positions]
+
+    def with_gradient(self) -> tuple[Place, ...]:
+        assert self.needed is not None
+        return tuple(position for position in self.needed if self.values[position][1])
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)  # what makes the outputs of `_Receive` require a gradient
+
+
+@dataclass
+class ReceivedValues:
+    """Received values as a step may use them, and the gradients it left."""
+
+    values: dict[Place, Tensor]
+    carrying: tuple[Place, ...] = ()
+    gradients: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, received: Sequence[tuple[Contract, Sequence[Tensor]]], grad: bool) -> ReceivedValues:
+        """Values that carry a gradient become outputs of one autograd node: a block may even write into them."""
+        inbox = cls({})
+        for contract, tensors in received:
+            places = contract.travelling()
+            inbox.values.update(zip(places, tensors, strict=True))
+            inbox.carrying += tuple(place for place in places if grad and contract.values[place][1])
+        if inbox.carrying:
+            carrying = [inbox.values[place] for place in inbox.carrying]
+            inbox.values.update(zip(inbox.carrying, _Receive.apply(_ANCHOR, inbox.gradients, carrying), strict=True))
+        return inbox
+
+    def take_gradients(self, contract: Contract) -> list[Tensor]:
+        """Gradients of the values that carry one, zeros where the step did not use a value."""
+        positions = contract.with_gradient()
+        if not self.gradients:
+            return [torch.zeros_like(self.values[position], requires_grad=False) for position in positions]
+        of = dict(zip(self.carrying, self.gradients, strict=True))
+        return [of[position] for position in positions]
+
+
+class _Receive(torch.autograd.Function):
+    """Gives received tensors a place in the graph; its backward keeps their gradients.
+
+    It holds a list for them and not the inbox, whose values hold the node: nobody would find that circle, which leads
+    through C++.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, left: list[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.left = left
+        return tuple(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.left[:] = gradients
+        return None, None, None
 
 
 class SendBoundary:

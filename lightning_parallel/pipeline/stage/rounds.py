@@ -27,9 +27,8 @@ from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage.agreement import Passed, contracts
-from lightning_parallel.pipeline.stage.boundary import Contract, ReceivedValues, RecvBoundary, undescribable
+from lightning_parallel.pipeline.stage.boundary import Contract, ReceivedValues, RecvBoundary, Values, undescribable
 from lightning_parallel.pipeline.stage.calls import StopRule
-from lightning_parallel.pipeline.stage.contract import Values
 from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.stage.stage_run import StageRun, UnitOutputs
 from lightning_parallel.pipeline.stage.stage_values import Place

@@ -14,9 +14,7 @@ from lightning_parallel.pipeline.phantoms.stand_in import Leaf
 from lightning_parallel.pipeline.stage import calls
 from lightning_parallel.pipeline.stage.calls import ONCE, StopRule
 from lightning_parallel.pipeline.stage.cut import CutModel
-from lightning_parallel.pipeline.stage.entry import StageEntry
-from lightning_parallel.pipeline.stage.exit import StageExit
-from lightning_parallel.pipeline.stage.stage_values import Place, StageValues
+from lightning_parallel.pipeline.stage.stage_values import Place, StageEntry, StageExit, StageValues
 
 UnitOutputs = dict[str, Any]  # unit name -> what it returned, with TensorMeta in place of tensors
 

@@ -26,10 +26,10 @@ from lightning_parallel.pipeline.phantoms.errors import Overwritten, PhantomErro
 from lightning_parallel.pipeline.phantoms.phantom import Phantom, phantoms_in
 from lightning_parallel.pipeline.stage import calls
 from lightning_parallel.pipeline.stage.calls import ONCE, nth
+from lightning_parallel.pipeline.stage.cut import Hook
 from lightning_parallel.pipeline.stage.derivatives import is_transformed, looked_at, node_of, reaches
-from lightning_parallel.pipeline.stage.entry import NotSent
-from lightning_parallel.pipeline.stage.intercept import Hook
 from lightning_parallel.pipeline.stage.run_state import UnitOutputs
+from lightning_parallel.pipeline.stage.stage_values import NotSent
 from lightning_parallel.pipeline.stage.unit_calls import CalledAgain, StepCut, UnitCalls
 
 

@@ -14,7 +14,7 @@ from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.stand_in import version_of
 from lightning_parallel.pipeline.stage import calls
 from lightning_parallel.pipeline.stage.calls import nth
-from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.cut import Hook
 from lightning_parallel.pipeline.stage.random_streams import repeated
 from lightning_parallel.pipeline.stage.run_state import RunState
 from lightning_parallel.pipeline.stage.side_effects import (

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.phantom import Phantom
 from lightning_parallel.pipeline.phantoms.stand_in import version_of
-from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.cut import Hook
 from lightning_parallel.pipeline.stage.random_streams import mix
 from lightning_parallel.pipeline.token_slices.attention import forbids, is_checkpointed
 

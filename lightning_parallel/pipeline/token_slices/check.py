@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.cut import Hook
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams
 from lightning_parallel.pipeline.stage.side_effects import is_hooked
 from lightning_parallel.pipeline.stage.snapshot import untouched

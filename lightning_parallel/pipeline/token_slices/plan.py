@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.pipeline.partition.layout import Unit
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
-from lightning_parallel.pipeline.stage.intercept import Hook
+from lightning_parallel.pipeline.stage.cut import Hook
 from lightning_parallel.pipeline.stage.snapshot import untouched
 from lightning_parallel.pipeline.stage.stage_run import StageRun, StepCut
 from lightning_parallel.pipeline.token_slices.call import BlockCall, Surroundings

@@ -18,8 +18,7 @@ from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.stage.boundary import RecvBoundary, SendBoundary
 from lightning_parallel.pipeline.stage.cut import CutModel
 from lightning_parallel.pipeline.token_slices.executor import TokenStageExecutor
-from lightning_parallel.pipeline.transport.channel import AnyChannel, Channel
-from lightning_parallel.pipeline.transport.local_channel import LocalChannel
+from lightning_parallel.pipeline.transport.channel import AnyChannel, Channel, LocalChannel
 from lightning_parallel.pipeline.transport.model_replica import ModelReplica
 
 _STRAIGHT = 4  # times the number of stages: the first tag that neither neighbours nor `ModelReplica` use

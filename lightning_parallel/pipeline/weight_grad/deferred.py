@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.pipeline.graphs.block_graphs import SharedGraphs
+from lightning_parallel.pipeline.graphs import SharedGraphs
 from lightning_parallel.pipeline.weight_grad import SplitPlan, backward_inputs, hook_on_saved_tensors, plan
 from lightning_parallel.pipeline.weight_grad.saved import Factor
 

@@ -2,7 +2,7 @@
 
 The one idea: where an element lies in DeepSpeed's vectors is found once (``states.py``); from there on a
 checkpoint of this engine is made as every other engine's is, and no checkpoint knows who wrote it. Left out: steps
-(``engine.py``).
+(``zero/deepspeed/engine.py``).
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from lightning_parallel.zero.deepspeed.hidden_gradient import Curtain
 from lightning_parallel.zero.deepspeed.module import DividedModule
 from lightning_parallel.zero.deepspeed.order import Handover
 from lightning_parallel.zero.deepspeed.presence import Presence
-from lightning_parallel.zero.deepspeed.refusals import refuse_optimizers, refuse_parameters
 from lightning_parallel.zero.deepspeed.scale import HeldScale, held_gradients
 from lightning_parallel.zero.deepspeed.setup import DeepSpeedOptions
 from lightning_parallel.zero.deepspeed.update import FragmentUpdate, replace_norms
@@ -325,3 +324,48 @@ class DeepSpeedEngine(DividedModule):
         self._presence.remove()
         self._curtain.open()
         super().release(failed)
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for what DeepSpeed divides otherwise than asked for.
+
+    Raises:
+        ValueError: several optimizers, Adagrad, or a group in which nothing trains.
+    """
+    if len(optimizers) > 1:
+        raise ValueError(
+            f'ZeROStrategy(engine="deepspeed") got {len(optimizers)} optimizers, and DeepSpeed divides the states of'
+            ' one. Use engine="native" or "fsdp2", or one optimizer with several groups.'
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Adagrad):
+            raise ValueError(
+                'ZeROStrategy(engine="deepspeed") got Adagrad, in whose place DeepSpeed makes another with one group.'
+                ' Use engine="native" or "fsdp2", or another optimizer.'
+            )
+        idle = [i for i, g in enumerate(optimizer.param_groups) if not any(p.requires_grad for p in g["params"])]
+        if idle:
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): nothing in group {idle[0]} of {type(optimizer).__name__} requires a'
+                " gradient, and DeepSpeed divides every group. Leave frozen parameters out of configure_optimizers."
+            )
+
+
+def refuse_parameters(module: nn.Module) -> None:
+    """Raise for parameters that DeepSpeed cannot send or divide.
+
+    Raises:
+        ValueError: one has no dimension, or its gradients are sparse.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): parameter `{name}` has no dimension, and DeepSpeed sends bytes of'
+                ' parameters that have. Make it one of shape [1] (torch.ones(1)), or use engine="native".'
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ValueError(
+                f'ZeROStrategy(engine="deepspeed"): the gradients of `{name}` are sparse, which DeepSpeed does not'
+                " divide. Use sparse=False."
+            )

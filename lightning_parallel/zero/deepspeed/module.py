@@ -1,7 +1,7 @@
 """A module in DeepSpeed's hands: what DeepSpeed is given, what it leaves on the module, and how that is taken away.
 
 The one idea: what is there after `deepspeed.initialize` and was not before goes when a run ends, so the same module may
-train again, on other ranks or none. Left out: steps (``engine.py``).
+train again, on other ranks or none. Left out: steps (``zero/deepspeed/engine.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_parallel.zero.deepspeed.setup import (
 from lightning_parallel.zero.deepspeed.states import cut_state, whole_state
 from lightning_parallel.zero.fsdp2.engine import STEPS
 from lightning_parallel.zero.module_footprints import Footprints
-from lightning_parallel.zero.native.sharded_optimizer import WORDS
+from lightning_parallel.zero.native.partition import WORDS
 from lightning_parallel.zero.optimizer.guarded_state import GuardedState
 from lightning_parallel.zero.ranks import Ranks
 from lightning_parallel.zero.reducer import Waiting

@@ -23,7 +23,7 @@ from lightning_parallel.zero.expected_bytes import ModelStates, most_of_ranks, p
 from lightning_parallel.zero.fsdp2.sharding import Prefetch, Sharding
 from lightning_parallel.zero.fsdp2.shards import cut_like, local_of, padded_numel, piece_of, wrap_like, write_whole
 from lightning_parallel.zero.native.engine import MASTERS
-from lightning_parallel.zero.native.sharded_optimizer import WORDS
+from lightning_parallel.zero.native.partition import WORDS
 from lightning_parallel.zero.optimizer.guarded_state import GuardedState
 from lightning_parallel.zero.optimizer.state import Gather, host_copy, join_pieces, numbered_groups, refuse_groups
 from lightning_parallel.zero.optimizer.state_shapes import refuse_states

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.zero.native.partition import Partition, is_by_element
-from lightning_parallel.zero.native.sharded_optimizer import ShardedOptimizer
+from lightning_parallel.zero.native.partition import Partition, ShardedOptimizer, is_by_element
 
 Gather = Callable[[Any], Sequence[Any] | None]
 Deal = Callable[[Any, int], Sequence[Any] | None]

@@ -2,7 +2,7 @@
 
 The one idea: whoever starts a worker again starts it with the rank that it had. It is taken in once that rank is gone;
 until then it waits, and it is told whether it is new. One that comes to an earlier run of the script is told what
-became of that. Left out: when it is let in (``run_coordinator.py``).
+became of that. Left out: when it is let in (``parameter_server/trainer/coordination/run_coordinator.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The one idea: whoever waits for the others says what for and gives a value; once all who are still there wait for the
 same, each is given all values. Whoever begins late is waited for where new ones are let in, and nowhere before. Rows of
 the dead are not waited for by those who have ended their epoch otherwise. Left out: connections
-(``run_coordinator.py``).
+(``parameter_server/trainer/coordination/run_coordinator.py``).
 """
 
 from __future__ import annotations

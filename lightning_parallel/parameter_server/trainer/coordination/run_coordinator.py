@@ -4,7 +4,7 @@ The one idea: whoever waits for the others says what for and gives a value (``re
     not
 waited for, its rows are dealt to the others (``parameter_server/trainer/rows/row_deals.py``), and that all wait for
 different things is seen at once. The same process starts the run's servers and asks them. Left out: connections
-(``worker_connections.py``), processes.
+(``run_coordinator.py``), processes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import logging
 import pickle
 import queue
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from multiprocessing.connection import wait
+from typing import Any, cast
 
 from lightning_parallel.errors import Failure
 from lightning_parallel.failure.heartbeat_endpoint import lost
@@ -24,9 +26,50 @@ from lightning_parallel.parameter_server.trainer.coordination.hosts import Hosts
 from lightning_parallel.parameter_server.trainer.coordination.rendezvous import Rendezvous
 from lightning_parallel.parameter_server.trainer.coordination.run_coordinator_client import ROWS, STEP
 from lightning_parallel.parameter_server.trainer.coordination.tolerated_failures import why_tolerated
-from lightning_parallel.parameter_server.trainer.coordination.worker_connections import WorkerConnections
 from lightning_parallel.parameter_server.trainer.rows.row_deals import DealPart, Deals
 from lightning_parallel.parameter_server.transport.sealed import AnyConnection
+
+
+class WorkerConnections:
+    """The hub's connections.
+
+    Args:
+        lines: the connection to each rank.
+
+    Attributes:
+        lines: those that have not ended.
+        failure: the first failure, as the bytes of a ``Failure``.
+    """
+
+    def __init__(self, lines: Mapping[AnyConnection, int]) -> None:
+        self.lines = dict(lines)
+        self.failure: bytes | None = None
+
+    def heard(self, timeout: float) -> Iterator[tuple[AnyConnection, int, tuple[Any, ...] | None]]:
+        """Wait at most so many seconds; who said what, None if the line has ended."""
+        for line in wait(cast(Any, list(self.lines)), timeout=timeout):
+            assert isinstance(line, AnyConnection)
+            if line not in self.lines:
+                continue  # it ended with another of its island just now
+            try:
+                message: tuple[Any, ...] | None = pickle.loads(line.recv_bytes())
+            except (EOFError, OSError):
+                message = None
+            yield line, self.lines[line], message
+
+    def say(self, rank: int, *words: Any) -> None:
+        """Tell a rank something, if it is there."""
+        for line in [line for line, other in self.lines.items() if other == rank]:
+            with suppress(OSError):  # it died, which is seen when it is read from
+                line.send_bytes(pickle.dumps(words))
+
+    def fail(self, failure: bytes) -> None:
+        """Tell everybody of the first failure of the run."""
+        if self.failure is None:
+            self.failure = failure
+            for rank in list(self.lines.values()):
+                self.say(rank, "failed", failure)
+
 
 SERVE = "the servers' start"
 _log = logging.getLogger(__name__)
