@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -18,13 +18,10 @@ from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stage.cut import Recompute
 from lightning_parallel.strategies.arguments import all_are, are_counts, is_count, is_positive, refuse_arguments
 
-if TYPE_CHECKING:
-    from lightning_parallel.strategies.pipeline import PipelineStrategy
-
 LossWeight = Callable[[Any], "float | Tensor"]
 
 
-def refuse_pipeline_arguments(strategy: PipelineStrategy, schedule: str | Path | Schedule, batch_fields: Any) -> None:
+def refuse_pipeline_arguments(strategy: object, schedule: str | Path | Schedule, batch_fields: Any) -> None:
     """Raise for the first of a strategy's attributes that is not right, or for what was given as its schedule or its
     `batch_fields`."""
     given = SimpleNamespace(**{**vars(strategy), "schedule": schedule, "batch_fields": batch_fields})

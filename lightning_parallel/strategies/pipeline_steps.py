@@ -22,10 +22,9 @@ from lightning_parallel.pipeline.batch_norm.whole_batch_norm import WholeBatchNo
 from lightning_parallel.pipeline.parameters.replica_check import buffers_unchanged
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import shapes_only
-from lightning_parallel.pipeline.runtime.joined_executor import Joined
 from lightning_parallel.pipeline.runtime.stats import PipelineRecorder
 from lightning_parallel.pipeline.runtime.turns import Swap
-from lightning_parallel.pipeline.runtime.work import Marks
+from lightning_parallel.pipeline.runtime.work import Joined, Marks
 from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stage.side_effects import Attributes
 from lightning_parallel.strategies.pipeline_arguments import LossWeight

@@ -27,6 +27,7 @@ from lightning_parallel.pipeline.parity.in_float64 import in_float64
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
 from lightning_parallel.pipeline.runtime.work import StepWork
+from lightning_parallel.pipeline.stage.cut import ActiveRun
 from lightning_parallel.pipeline.stage.rounds import Handed, Rounds
 from lightning_parallel.pipeline.stage.snapshot import untouched
 from lightning_parallel.pipeline.stage.stage_run import StageRun
@@ -260,7 +261,7 @@ class StageCheck:
         outputs = {place: x.detach() for place, x in (run.outputs or {}).items() if isinstance(x, Tensor)}
         return run, Looked(handed, outputs, self.judge.look(result) if run.is_last else None)
 
-    def explained(self, run: StageRun, step: Step, number: int, fields: Fields) -> str:
+    def explained(self, run: ActiveRun, step: Step, number: int, fields: Fields) -> str:
         """What is said of a field of the batch without which a micro-batch's run of a stage would not fail; "".
 
         Args:

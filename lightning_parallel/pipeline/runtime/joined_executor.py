@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,26 +17,11 @@ from torch import Tensor
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.runtime.receiving import SavedForward
 from lightning_parallel.pipeline.runtime.stage_executor import StageExecutor
-from lightning_parallel.pipeline.runtime.turns import Meet, Swap, run_in_turns, swap_of
-from lightning_parallel.pipeline.runtime.work import StepWork
+from lightning_parallel.pipeline.runtime.turns import run_in_turns, swap_of
+from lightning_parallel.pipeline.runtime.work import Joined, StepWork
 from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.stage.derivatives import LOOKED_AT
 from lightning_parallel.pipeline.weight_grad.deferred import Deferred
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The stages of a step whose forwards run in turns.
-
-    Args:
-        stages: which.
-        together: what is done where they meet, see `run_in_turns`.
-        world: see `run_in_turns`.
-    """
-
-    stages: frozenset[int]
-    together: Meet
-    world: Sequence[Swap] = ()
 
 
 class JoinedStageExecutor:

@@ -8,12 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_parallel.pipeline.runtime.turns import Meet, Swap
 from lightning_parallel.pipeline.schedule import Action, Schedule
 
 if TYPE_CHECKING:
     from lightning_parallel.pipeline.gradients.early_sums import Round
-    from lightning_parallel.pipeline.runtime.joined_executor import Joined
     from lightning_parallel.zero.gather.parameter_gather import ParameterGather
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The stages of a step whose forwards run in turns.
+
+    Args:
+        stages: which.
+        together: what is done where they meet, see `run_in_turns`.
+        world: see `run_in_turns`.
+    """
+
+    stages: frozenset[int]
+    together: Meet
+    world: Sequence[Swap] = ()
 
 
 @dataclass

@@ -9,25 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.pipeline.graphs import BlockGraphs, SharedGraphs
 from lightning_parallel.pipeline.partition.layout import StageLayout, Unit
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
 from lightning_parallel.pipeline.phantoms.outside import asks_for_shapes
 from lightning_parallel.pipeline.phantoms.phantom import PLAIN
+from lightning_parallel.pipeline.stage.calls import StopRule
 from lightning_parallel.pipeline.stage.random_streams import RandomStreams, behind, own
+from lightning_parallel.pipeline.stage.stage_values import Place
 
 if TYPE_CHECKING:
-    from lightning_parallel.pipeline.stage.stage_run import StageRun
     from lightning_parallel.pipeline.token_slices.lengths import Slices
     from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 
 
 Recompute = Literal["none", "block", "stage"]
+
+
+class ActiveRun(Protocol):
+    """The run of a step that is active in a cut, as whoever does not make runs sees it; see `StageRun`."""
+
+    cut: CutModel
+    stage: int
+    microbatch: int
+    key: int
+    known: dict[str, Any]
+    again: bool
+    going: StopRule
+    plain: bool
+    is_last: bool
+    called: dict[str, int]
+    began: dict[tuple[str, int], int]
+
+    @property
+    def inputs(self) -> Mapping[Place, Tensor]: ...
+
+    def realized(self, tree: Any) -> Any: ...
+
+    def lend(self, binds: bool) -> None: ...
+
+    def call(
+        self, hook: Hook, owner: nn.Module, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 class CutModel:
@@ -58,7 +86,7 @@ class CutModel:
         self.slices = slices
         self.model, self.layout, self.device, self.streams = model, layout, device, streams
         self._recompute, self.graphs, self.keep_inputs = recompute, graphs, keep_inputs
-        self.active: StageRun | None = None
+        self.active: ActiveRun | None = None
         self.windows: ParameterGather | None = None  # what makes blocks whole for their calls, where copies divide them
         self._blocks = {unit.block: unit.name for unit in layout.units if unit.block is not None}
         chain = [self._blocks[block] for block in sorted(self._blocks)]
@@ -88,7 +116,7 @@ class CutModel:
         return self._recompute == "stage" and stage < self.layout.num_stages - 1
 
     @contextmanager
-    def active_as(self, run: StageRun | None) -> Iterator[None]:
+    def active_as(self, run: ActiveRun | None) -> Iterator[None]:
         """Make a run the active one; None lets all modules run as they are."""
         before, self.active = self.active, run
         try:
@@ -96,7 +124,10 @@ class CutModel:
         finally:
             self.active = before
 
-    def switch_to(self, run: StageRun | None) -> None:
+    def is_active(self, run: object) -> bool:
+        return self.active is run
+
+    def switch_to(self, run: ActiveRun | None) -> None:
         """Make another run the active one, in the middle of both."""
         for of, binds in ((self.active, False), (run, True)):
             if of is not None:

@@ -46,7 +46,7 @@ class UnitCalls(RunState):
         """Call a unit for real, and describe to later stages what it returns, leaves behind and shows to hooks."""
         assert self.record is not None
         attributes = tensor_attributes(owner)
-        with hooks_inside(hook.inside, lambda: self.cut.active is self) as shown:
+        with hooks_inside(hook.inside, lambda: self.cut.is_active(self)) as shown:
             result = self._compute(hook, owner, module, args, kwargs, before_this)
         self.record[nth(hook.name, before_this)] = describe(result)
         self.record[nth(hook.left, before_this)] = left_behind(owner, attributes)

@@ -8,34 +8,89 @@ and the strategy nothing of micro-batches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_parallel.pipeline.batch import microbatch
-from lightning_parallel.pipeline.batch.fields import Cutting, Name, named_leaves
+from lightning_parallel.pipeline.batch.fields import Cutting, FieldMemory, Name, named_leaves
 from lightning_parallel.pipeline.batch.rows import map_named
+from lightning_parallel.pipeline.gradients.early_sums import Round
 from lightning_parallel.pipeline.parity.loss_check import LossCheck, StepReport
 from lightning_parallel.pipeline.parity.stage_check import Change, Fields, Rounding, StageCheck
 from lightning_parallel.pipeline.phantoms.errors import PhantomError
+from lightning_parallel.pipeline.runtime.assembly import Pipeline
 from lightning_parallel.pipeline.runtime.turns import Swap, swap_of
-from lightning_parallel.pipeline.runtime.work import StepWork
+from lightning_parallel.pipeline.runtime.work import Joined, Marks, StepWork
+from lightning_parallel.pipeline.schedule import Schedule
 from lightning_parallel.pipeline.stage.side_effects import Attributes
+from lightning_parallel.trainer.metrics.step_metrics import StepMetrics
 from lightning_parallel.trainer.step.batch_numbers import batch_index, batch_number
 from lightning_parallel.trainer.step.carried_state import CarriedState
 from lightning_parallel.trainer.step.log_check import CheckedLog
 from lightning_parallel.trainer.step.log_spreader import LogSpreader, StepIsVoid
+from lightning_parallel.trainer.step.loss_scale import LossScale
 from lightning_parallel.trainer.step.microbatch_losses import loss_of, number_on, weigh
+from lightning_parallel.trainer.step.repeated_calls import RepeatedCalls
 from lightning_parallel.trainer.step.step_log import LogCall, StepLog
-from lightning_parallel.trainer.step.two_directions import RankResults, ended_on, filling_seen
-
-if TYPE_CHECKING:
-    from lightning_parallel.strategies.pipeline_steps import PipelineSteps
+from lightning_parallel.trainer.step.two_directions import Directions, RankResults, ended_on, filling_seen
+from lightning_parallel.zero.gather.parameter_gather import ParameterGather
 
 _CONTEXTS = {"training": "train", "validation": "val", "test": "test", "predict": "predict"}
+
+
+class RunsSteps(Protocol):
+    """What a step reads of the strategy that runs it; `PipelineStrategy` says what each is."""
+
+    loss_weight: Callable[[Any], float | Tensor] | None
+    check_loss: bool
+    compared: set[str]
+    directions: Directions
+    repeats: RepeatedCalls
+    spreader: LogSpreader
+    windows: ParameterGather | None
+
+    @property
+    def lightning_module(self) -> LightningModule | None: ...
+
+    @property
+    def precision_plugin(self) -> Precision: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+    @property
+    def pipeline(self) -> Pipeline: ...
+
+    @property
+    def at_loss(self) -> bool: ...
+
+    @property
+    def metrics(self) -> StepMetrics: ...
+
+    @property
+    def loss_scale(self) -> LossScale: ...
+
+    def memory_of(self, kind: str, args: tuple[Any, ...]) -> FieldMemory: ...
+
+    def schedule_of(self, signatures: Sequence[Hashable], training: bool) -> Schedule: ...
+
+    def sums_while_running(
+        self, schedule: Schedule, may_begin_anew: bool
+    ) -> tuple[Round | None, Callable[[int], None] | None]: ...
+
+    def joined(
+        self, schedule: Schedule, world: Sequence[Swap], attributes: Callable[[], Attributes] | None
+    ) -> Joined | None: ...
+
+    def wants_comparison(self, step: TrainerStep) -> bool: ...
+
+    def marks(self, schedule: Schedule, training: bool) -> Marks: ...
 
 
 class TrainerStep:
@@ -49,7 +104,7 @@ class TrainerStep:
         sizes: rows of each micro-batch.
     """
 
-    def __init__(self, strategy: PipelineSteps, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
+    def __init__(self, strategy: RunsSteps, kind: str, batch: Any, args: tuple[Any, ...], sizes: list[int]) -> None:
         assert strategy.lightning_module is not None
         self.strategy, self.kind, self.batch, self.args, self.sizes = strategy, kind, batch, args, sizes
         self.training, self.module = kind == "training", strategy.lightning_module
