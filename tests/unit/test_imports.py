@@ -1,7 +1,8 @@
-"""The import rule: arrows point one way, strategies and callbacks -> machinery -> torch.
+"""The import rule: arrows point one way, strategies and callbacks -> glue -> machinery -> torch.
 
-The machinery names Lightning nowhere, callbacks never name a strategy, and nothing but the command line needs
-jsonargparse. Read from the source, so that an import inside a function counts too.
+The machinery names Lightning nowhere; of the parameter server, `trainer/` alone does. Glue and callbacks never name a
+strategy, nothing but the command line needs jsonargparse, and no modules import each other in a circle. Read from the
+source, so that an import inside a function or for type checkers counts too.
 """
 
 import ast
@@ -48,6 +49,11 @@ def modules(*parts: str) -> list[Path]:
     return files
 
 
+def glue() -> list[Path]:
+    """What stands between the machinery and Lightning's Trainer."""
+    return modules("trainer", "parameter_server/trainer")
+
+
 def machinery() -> list[Path]:
     """Everything but what names Lightning, the command line, and the package's own three that tie it together."""
     above = {
@@ -77,6 +83,29 @@ def test_machinery_imports_torch_and_never_lightning(path):
 @pytest.mark.parametrize("path", modules("callbacks"), ids=ids(modules("callbacks")))
 def test_callbacks_name_no_strategy(path):
     assert not {name for name in imported_by(path) if name.startswith("lightning_parallel.strategies")}
+
+
+@pytest.mark.parametrize("path", glue(), ids=ids(glue()))
+def test_glue_names_neither_strategies_nor_callbacks(path):
+    above = ("lightning_parallel.strategies", "lightning_parallel.callbacks", "lightning_parallel.cli")
+    assert not {name for name in imported_by(path) if name.startswith(above)}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): imported_by(path) for path in sources()}
+    names.pop(f"{PACKAGE.name}.__init__")  # it gives names of modules below it when they are asked for
+    names = {name.removesuffix(".__init__"): said for name, said in names.items()}
+    edges = {}
+    for name, said in names.items():
+        folders = {other.rpartition(".")[0] for other in said if other in names}  # `from folder import module`
+        edges[name] = (said & set(names)) - folders - {name}
+    while ends := [name for name in edges if not edges[name] & set(edges)]:
+        for name in ends:
+            del edges[name]
+    while begins := set(edges).difference(*edges.values()):
+        for name in begins:
+            del edges[name]
+    assert not edges, f"in circles, or between two: {sorted(edges)}"
 
 
 @pytest.mark.parametrize("path", modules("strategies"), ids=ids(modules("strategies")))
@@ -115,7 +144,7 @@ def test_strategies_need_none_of_the_optional_packages():
 
 
 def test_relative_imports_are_resolved():
-    assert imports("from ..measure import spans", "lightning_parallel.pipeline.runtime.engine") == {
+    assert imports("from ..measure import spans", "lightning_parallel.pipeline.engine") == {
         "lightning_parallel.measure",
         "lightning_parallel.measure.spans",
     }
