@@ -52,8 +52,10 @@ SAFE: dict[str, tuple[int, str]] = {
     "trainer/state/callback_states.py": (1, OWN),
     "parameter_server/trainer/coordination/external_coordinator.py": (1, MEMBER),
     "parameter_server/trainer/coordination/remote_servers.py": (1, MEMBER),
-    "parameter_server/trainer/coordination/run_coordinator.py": (2, OWN),
-    "parameter_server/trainer/coordination/run_coordinator.py": (1, MEMBER),
+    "parameter_server/trainer/coordination/run_coordinator.py": (
+        3,
+        "of this process itself, or of who has proven itself",
+    ),
     "parameter_server/trainer/coordination/later_runs.py": (1, MEMBER),
     "parameter_server/trainer/coordination/run_coordinator_client.py": (4, MEMBER),
     "parameter_server/trainer/coordination/past_runs.py": (1, OWN),

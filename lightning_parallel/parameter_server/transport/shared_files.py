@@ -19,7 +19,8 @@ from pathlib import Path
 PREFIX = "server-"
 IN_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
-_LONGEST = 40  # bytes of the path of a folder for sockets, whose own paths may have 107 (unix(7))
+_SOCKET = 107  # bytes that the path of a socket may have (unix(7))
+_OF_A_JOB = len(f"/{PREFIX}01234567/0123456789")
 _log = logging.getLogger(__name__)
 
 
@@ -46,15 +47,19 @@ def say_no_room(error: OSError) -> None:
     _log.warning(f"{error.strerror}: weights go through sockets. Remove what is there, or enlarge it.")
 
 
-def temporary() -> Path:
-    """The folder for temporary files, or /tmp where its path is too long for a socket's."""
+def temporary(room: int) -> Path:
+    """The folder for temporary files, or /tmp where the path of a socket in it would be too long.
+
+    Args:
+        room: bytes of what follows the folder in a socket's path.
+    """
     found = Path(tempfile.gettempdir())
-    return found if len(os.fsencode(found)) <= _LONGEST else Path("/tmp")
+    return found if len(os.fsencode(found)) + room <= _SOCKET else Path("/tmp")
 
 
 def make_folder() -> tuple[Path, int]:
     """A folder for one job, which only this user may enter, and the lock on it; forked processes hold it too."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary()))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary(_OF_A_JOB)))
     os.chmod(folder, 0o700)
     return folder, _locked(folder)
 
@@ -80,7 +85,7 @@ def _locked(folder: Path) -> int:
 
 def sweep() -> None:
     """Remove folders of this user's jobs of which no process lives, as after a SIGKILL of all."""
-    places = (temporary(), IN_MEMORY)
+    places = (temporary(_OF_A_JOB), IN_MEMORY)
     for lock in [lock for place in places for lock in place.glob(f"{PREFIX}*/{_LOCK}")]:
         with suppress(OSError):
             if lock.stat().st_uid != os.getuid():

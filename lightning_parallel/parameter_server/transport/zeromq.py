@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from hashlib import blake2s
 from pathlib import Path
 from typing import cast
 
@@ -182,5 +183,5 @@ class Node:
 
 
 def endpoint_in(folder: Path, address: str) -> str:
-    """An ipc endpoint in a folder of the job."""
-    return f"ipc://{folder / address}"
+    """An ipc endpoint in a folder of the job: a file named by a hash of the address, since its path is to be short."""
+    return f"ipc://{folder / blake2s(address.encode(), digest_size=5).hexdigest()}"

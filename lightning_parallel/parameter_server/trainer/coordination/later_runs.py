@@ -29,7 +29,8 @@ def folder() -> Path:
     Raises:
         PermissionError: others may.
     """
-    found = temporary() / f"lightning-parallel-{os.getuid()}"
+    name = f"lightning-parallel-{os.getuid()}"
+    found = temporary(len(f"/{name}/65535-1000")) / name
     found.mkdir(mode=0o700, exist_ok=True)
     if found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o077:
         raise PermissionError(f"{found} can be entered by others. Remove it, or set TMPDIR to a folder of your own.")
