@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_parallel.parameter_server.full_disk import room_for_record
 from lightning_parallel.parameter_server.manager.sharing import Progress
 from lightning_parallel.parameter_server.messages import View
 from lightning_parallel.parameter_server.wire.fields import record
@@ -68,15 +69,20 @@ class RosterLog:
         self.path = path
 
     def append(self, roster: Roster) -> None:
-        """Write a record, and wait for the disk."""
+        """Write a record, and wait for the disk.
+
+        Raises:
+            OSError: the disk is full; with the path, sizes and a remedy.
+        """
         out, tensors = bytearray(), list[Tensor]()
         _PUT(roster, out, tensors)
         raw = _RECORD.pack(len(out), zlib.crc32(out)) + out
-        if self.path.exists() and self.path.stat().st_size < ANEW_AFTER:
-            _write(self.path, raw, "ab")
-        else:
-            _write(self.path.with_suffix(".new"), raw, "wb")
-            os.replace(self.path.with_suffix(".new"), self.path)
+        with room_for_record(self.path, lambda: len(raw), "set TMPDIR to a folder of another disk"):
+            if self.path.exists() and self.path.stat().st_size < ANEW_AFTER:
+                _write(self.path, raw, "ab")
+            else:
+                _write(self.path.with_suffix(".new"), raw, "wb")
+                os.replace(self.path.with_suffix(".new"), self.path)
 
     def read(self) -> Roster | None:
         """The last record that is whole, or None; what follows it is cut off."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_parallel.parameter_server import messages as m
 from lightning_parallel.parameter_server import wire
+from lightning_parallel.parameter_server.full_disk import room_for_record
 from lightning_parallel.parameter_server.rules import Rules
 from lightning_parallel.parameter_server.server.history import Memory, Range
 from lightning_parallel.parameter_server.server.server import Server
@@ -55,6 +56,7 @@ class Storage:
         self._logs: dict[int, BinaryIO] = {}
         self._ends: dict[int, int] = {}  # key -> lsn up to which the files go
         self._starts: dict[int, int] = {}  # key -> lsn of the snapshot
+        self._size = 0  # of the last record, bytes
 
     def watch(self, server: Server) -> None:
         """Take snapshots of this server's ranges."""
@@ -75,12 +77,20 @@ class Storage:
         return found
 
     def append(self, key: int, entry: m.Entry) -> None:
-        """Write an entry that is about to be applied."""
+        """Write an entry that is about to be applied.
+
+        Raises:
+            OSError: the disk is full; with the path, sizes and a remedy.
+        """
         part = self._part(key)
-        if self._ends.get(key) != entry.lsn - 1 or entry.lsn - self._starts[key] > self.snapshot_every:
-            self._snapshot(key, part)
-        self._write(self._logs[key], m.Append(key, entry))
+        with room_for_record(self._path(key), lambda: self._size, "give launch(log=) a folder of another disk"):
+            if self._ends.get(key) != entry.lsn - 1 or entry.lsn - self._starts[key] > self.snapshot_every:
+                self._snapshot(key, part)
+            self._write(self._logs[key], m.Append(key, entry))
         self._ends[key] = entry.lsn
+
+    def _path(self, key: int) -> Path:
+        return self.folder / f"range-{key}.log"
 
     def _part(self, key: int) -> Range:
         replica = self.server.replicas.get(key) if self.server is not None else None
@@ -90,7 +100,7 @@ class Storage:
 
     def _snapshot(self, key: int, part: Range) -> None:
         """Begin a range's log anew with all of it; the old one is there until the new one is whole."""
-        path = self.folder / f"range-{key}.log"
+        path = self._path(key)
         if key in self._logs:
             self._logs.pop(key).close()
         with open(path.with_suffix(".new"), "wb") as file:
@@ -109,6 +119,7 @@ class Storage:
         for raw in raws:
             crc = zlib.crc32(raw, crc)
         left = memoryview(_RECORD.pack(op, len(meta), sum(map(len, raws)), crc) + meta + b"".join(raws))
+        self._size = len(left)
         while left:  # a disk that is nearly full takes a part, and refuses the rest
             left = left[file.write(left) :]
         if self.sync:

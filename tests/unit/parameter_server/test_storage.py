@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_parallel.parameter_server import SSP, Adam, Layout, Rules, Server
+from lightning_parallel.parameter_server.manager.roster import Roster, RosterLog
 from lightning_parallel.parameter_server.server.storage import Storage
 from tests.security.test_full_disk import no_room
 from tests.server_world import World
@@ -58,8 +59,22 @@ def test_an_entry_for_which_there_is_no_room_is_not_taken_for_written(tmp_path):
     """The system takes a part of the last entry, and says so without an error."""
     logged(tmp_path / "whole", 1000)
     most = max(path.stat().st_size for path in (tmp_path / "whole").glob("range-*.log"))
-    with no_room(most - 10), pytest.raises(OSError, match="File too large"):
-        logged(tmp_path / "full", 1000)
+    folder = tmp_path / "full"
+    words = (
+        rf"The log {folder}/range-.\.log could not be written: File too large\. {folder} has .* MiB free, and"
+        r" the record has 0\.000 MiB\. All before it is whole\. Make room, or give launch\(log=\) a folder of another"
+        " disk; then start the job again"
+    )
+    with no_room(most - 10), pytest.raises(OSError, match=words):
+        logged(folder, 1000)
+
+
+def test_a_managers_log_for_which_there_is_no_room_names_it(tmp_path):
+    log = RosterLog(tmp_path / "manager.log")
+    log.append(Roster(workers=1))
+    with no_room(10), pytest.raises(OSError, match=r"manager\.log could not be written: .* or set TMPDIR to a folder"):
+        log.append(Roster(workers=2))
+    assert log.read() == Roster(workers=1)
 
 
 def test_a_byte_that_rotted_ends_the_log(tmp_path):
