@@ -66,7 +66,9 @@ class MeetingStrategy(MeshStrategy):
     @property
     def why_nothing_is_saved(self) -> str:
         """Why several workers have no state to save once the run has failed."""
-        return f"the servers of {type(self).__name__} end with a run that fails, and the state of the optimizer with them"
+        return (
+            f"the servers of {type(self).__name__} end with a run that fails, and the state of the optimizer with them"
+        )
 
     # -- what Lightning means by collectives ---------------------------------------------------------------------------
 
