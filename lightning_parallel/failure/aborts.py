@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from lightning_parallel.failure.processes import open_sockets
 
+_RAISE_OF_CONNECTIONS = ("builtins", "torch", "lightning_parallel")  # packages whose errors may be of a connection
+
 
 class Connections:
     """The connections of this process's groups. A gloo group has no way to abort a receive; this is one."""
@@ -49,7 +51,14 @@ def abort_device_groups() -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception is what a failure of another rank looks like from here."""
+    """Whether an exception is what a failure of another rank looks like from here; a class of the user's own never is.
+
+    Example:
+        >>> is_communication_error(RuntimeError("NCCL error")), is_communication_error(ValueError("NCCL error"))
+        (True, False)
+    """
+    if type(error).__module__.partition(".")[0] not in _RAISE_OF_CONNECTIONS:
+        return False
     text = str(error)
     signs = (
         "gloo",

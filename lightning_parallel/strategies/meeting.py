@@ -61,7 +61,14 @@ class MeetingStrategy(MeshStrategy):
             with super().saving(trainer) as why:
                 yield why
             return
-        yield f"the servers of {type(self).__name__} have ended with the run, and the state of the optimizer with them"
+        yield self.why_nothing_is_saved
+
+    @property
+    def why_nothing_is_saved(self) -> str:
+        """Why several workers have no state to save once the run has failed."""
+        return (
+            f"the servers of {type(self).__name__} end with a run that fails, and the state of the optimizer with them"
+        )
 
     # -- what Lightning means by collectives ---------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from lightning_parallel.parameter_server.trainer.worker import ServerWorker
 from lightning_parallel.parameter_server.transport.session import WorkerSession
 from lightning_parallel.parameter_server.worker.island import Island
 from lightning_parallel.strategies.server_runs import ServerRuns
+from lightning_parallel.trainer.failure.exception_hooks import warn_of_unsaved
 from lightning_parallel.trainer.refusals import refuse_synchronised_norms
 from lightning_parallel.trainer.shown_values import read_when_shown
 from lightning_parallel.zero.optimizer.guarded_state import GuardedState, held_state
@@ -92,6 +93,8 @@ class ServerLife(ServerRuns):
         together = isinstance(self.wishes.consistency, Sandblaster)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_synchronised_norms(self, "sees a worker's own rows", "larger batches, or norms of single rows")
+            if self.world_size > 1:
+                warn_of_unsaved(trainer, self.why_nothing_is_saved)
         if together:
             refuse_steps(trainer, type(self).__name__)
         self.rows = DealtRows(trainer, self._line, self._meet, self._welcome, together)

@@ -2,6 +2,7 @@
 where another process or a freed weight begins trained on zero for who said allow_unused, or ended in words of storages.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -63,7 +64,16 @@ class Penalty(Forces):
         return self.loss(batch) + slope.square().sum(1).mean()
 
 
-KINDS = [Forces, Plainly, Attacks, Functional, Forwards, Penalty]
+class Slopes(Forces):
+    """A penalty on the gradients of all parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + 0.1 * torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+
+KINDS = [Forces, Plainly, Attacks, Functional, Forwards, Penalty, Slopes]
 SLOW = [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
 WORDS = (
     'ZeROStrategy(stage=1) or stage=2 and HybridStrategy(zero_stage=3, gather="step") without a pipeline axis run such'
@@ -105,6 +115,17 @@ def test_as_in_one_process_where_it_is_said_to_run(kind: type[Forces]):
     reference = fit(Fit(kind, OPTIONS), "auto", 1)
     makes = RUN[:2] if kind is Attacks else RUN
     for results in on_ranks([(Fit(kind, OPTIONS), make) for make in makes], 2, timeout=58.0):
+        torch.testing.assert_close(results[0].losses, reference.losses, **LOSS)
+        torch.testing.assert_close(results[0].weights, reference.weights, **WEIGHTS)
+
+
+def test_a_penalty_on_gradients_of_other_stages_is_not_told_of_weight_decay():
+    with pytest.raises(Exception, match=re.escape(WORDS)) as caught:
+        on_ranks([(Fit(Slopes, OPTIONS), REFUSE["pipeline"])], 2)
+    assert "a derivative by parameter `net.0.weight` of stage 0" in str(caught.value)
+    assert "weight_decay" not in str(caught.value)
+    reference = fit(Fit(Slopes, OPTIONS), "auto", 1)
+    for results in on_ranks([(Fit(Slopes, OPTIONS), make) for make in RUN[:2]], 2):
         torch.testing.assert_close(results[0].losses, reference.losses, **LOSS)
         torch.testing.assert_close(results[0].weights, reference.weights, **WEIGHTS)
 

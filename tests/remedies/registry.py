@@ -29,6 +29,8 @@ EXECUTED: dict[str, str] = {
     "test_a_tabular_network_with_norms_is_one_process",
     "strategies.zero.refuse_clipping_by_value": _FOLLOWED,
     "trainer.step.parameter_writes.refuse_written": _FOLLOWED,
+    "trainer.failure.exception_hooks.warn_of_unsaved": "tests/trainer/test_saved_on_exception.py::"
+    "test_several_workers_of_servers_are_told_at_the_start_what_saves_and_that_does",
     "trainer.refusals.refuse_scripts": _REMEDIES + "test_what_is_refused_names_zero_2_which_runs_it",
     "trainer.refusals.refuse_unsupported#2": _UNCUT + "test_several_optimizers_are_told_of_zero_which_runs_them",
     "trainer.refusals.refuse_unsupported#3": _FOLLOWED,

@@ -84,7 +84,7 @@ CANNOT = {
         "on_before_optimizer_step",
     ): "ranks have made different numbers of the optimizer's steps (rank 0 1, rank 1 0)",
     ("zero_2", "on_before_optimizer_step"): "failed within the optimizer's step, and its state is of no whole one",
-    ("server", "training_step"): "the servers of ParameterServerStrategy have ended with the run",
+    ("server", "training_step"): "the servers of ParameterServerStrategy end with a run that fails",
 }
 
 
@@ -95,6 +95,40 @@ def test_what_is_of_no_whole_step_is_not_saved_and_said(tmp_path):
         said = [text for of_rank in of_case for text in of_rank]
         assert any(words in text for text in said), said
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".ckpt")]
+
+
+def test_several_workers_of_servers_are_told_at_the_start_what_saves_and_that_does(tmp_path):
+    """The servers end with the failure; what was written behind the step before is one process's."""
+    fail(tmp_path, "auto", "training_step", 0)
+    often = ModelCheckpoint(tmp_path / "often", "{step}", every_n_train_steps=1, save_top_k=-1)
+
+    def run(rank: int, port: int) -> list[str]:
+        join_as_torchrun(rank, 2, port)
+        torch.manual_seed(1)
+        callbacks = [OnExceptionCheckpoint(tmp_path, "none"), often]
+        trainer = make_trainer(
+            STRATEGIES["server"](), 2, callbacks, enable_checkpointing=True, use_distributed_sampler=False
+        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pytest.raises(Refused):
+                trainer.fit(Failing("training_step", 1))
+        texts = [str(warning.message) for warning in told]
+        return [text for text in texts if "will save nothing" in text or "is not saved" in text]
+
+    told = run_ranks(run, 2, free_port(), group=False)
+    start, end = told[0]
+    assert start.startswith("OnExceptionCheckpoint will save nothing if this run fails: the servers of")
+    assert "Use ModelCheckpoint(every_n_train_steps=...)" in start and "ZeROStrategy(stage=1)" in start
+    assert "none.ckpt is not saved: the servers of" in end
+    assert not told[1]
+    theirs = torch.load(tmp_path / "auto-training_step.ckpt", weights_only=False)
+    ours = torch.load(tmp_path / "often" / "step=1.ckpt", weights_only=False)
+    assert ours["global_step"] == theirs["global_step"] == 1
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, **WEIGHTS)
+    assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0], WEIGHTS)
+    assert not (tmp_path / "none.ckpt").exists()
 
 
 class Dies(Failing):

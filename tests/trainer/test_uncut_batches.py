@@ -400,12 +400,23 @@ class Pretrained(nn.Sequential):
         torch.save({name: value.clone() for name, value in self.state_dict().items()}, path)
 
 
-def test_a_stage_says_how_the_whole_model_is_saved_and_that_works(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        (lambda: PipelineStrategy(num_microbatches=2), "stage of the model"),
+        (
+            lambda: TensorParallelStrategy(tensor_plan={"net.0": "colwise", "net.2": "rowwise"}),
+            "part of what tensor_plan cuts",
+        ),
+    ],
+    ids=["pipeline", "tensor"],
+)
+def test_a_part_says_how_the_whole_model_is_saved_and_that_works(strategy: Any, share: str, tmp_path):
     def run(rank: int, port: int) -> str:
         join_as_torchrun(rank, 2, port)
         torch.manual_seed(0)
         module = Classifier(Pretrained(*chain(4)))
-        trainer = make_trainer(PipelineStrategy(num_microbatches=2), 2)
+        trainer = make_trainer(strategy(), 2)
         trainer.fit(module, row_loader())
         trainer.save_checkpoint(tmp_path / "whole.ckpt")
         with pytest.raises(RuntimeError) as caught:
@@ -413,7 +424,7 @@ def test_a_stage_says_how_the_whole_model_is_saved_and_that_works(tmp_path):
         return str(caught.value)
 
     words = run_ranks(run, 2, free_port(), group=False)
-    assert all("trainer.save_checkpoint(path) on every rank" in of for of in words)
+    assert all(f"this rank's {share} alone. Call trainer.save_checkpoint(path) on every rank" in of for of in words)
     module = Classifier(Pretrained(*chain(4)))
     module.load_state_dict(torch.load(tmp_path / "whole.ckpt")["state_dict"])
     module.net.save_pretrained(tmp_path / "model.pt")

@@ -37,6 +37,11 @@ class Phantom(StandIn):
         for x in leaves:
             if x.value is not None:
                 return func(*with_values(args), **with_values(kwargs))
+            if x.stands_for != "value" and is_derivative(func):
+                raise PhantomError(
+                    f"The step takes a derivative by {x.origin}, which this stage does not hold. {RUNS_IT} Gradients"
+                    " are of a rank's own rows there, as under DistributedDataParallel."
+                )
             if x.stands_for != "value" and not is_allowed(func):
                 raise Unread(unread(x, f"`{func.__name__}` uses it outside its module"))
         if is_derivative(func):

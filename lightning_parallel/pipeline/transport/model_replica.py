@@ -38,7 +38,8 @@ _DIFFERENT = {
         "The ranks of the tensor axis see the same rows and came to different losses in {name} (rank {ranks} unlike"
         " rank {first}). Each holds a part of what tensor_plan cuts, and of its gradient: a step or a hook that reads"
         " these by itself (norms, clipping, penalties) has those of the part. Use the optimizer's weight_decay,"
-        " self.clip_gradients(...) or Trainer(gradient_clip_val=...), or leave the modules out of tensor_plan. A"
+        " self.clip_gradients(...) or Trainer(gradient_clip_val=...), or leave the modules out of tensor_plan; for a"
+        " penalty on gradients use ZeROStrategy(stage=1) or stage=2, which hold the whole model in a step. A"
         ' head that is cut "colwise" hands on a part of its outputs: cut it "vocab", which gathers them.'
     ),
     "groups": (

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parallel.failure.aborts import is_communication_error
@@ -91,3 +92,22 @@ class LastWords:
                 f"{filepath} is not saved: {why}. The last checkpoint before the failure is what there is to go on"
                 " from; ModelCheckpoint(every_n_train_steps=...) writes more of them."
             )
+
+
+def warn_of_unsaved(trainer: Trainer, why: str) -> None:
+    """At the start of a run, warn of callbacks that would save when it fails, where nothing can be saved then.
+
+    Args:
+        trainer: whose callbacks they are.
+        why: nothing can be, with the strategy's name.
+    """
+    callbacks: list[Any] = cast(Any, trainer).callbacks
+    names = ["OnExceptionCheckpoint" for one in callbacks if isinstance(one, OnExceptionCheckpoint)]
+    models = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    names += ["ModelCheckpoint(save_on_exception=True)" for one in models if getattr(one, "save_on_exception", False)]
+    if names:
+        rank_zero_warn(
+            f"{' and '.join(dict.fromkeys(names))} will save nothing if this run fails: {why}. Use"
+            " ModelCheckpoint(every_n_train_steps=...) beside it, and go on from its last file; or ZeROStrategy(stage=1),"
+            " under which the state behind the last whole step is saved."
+        )

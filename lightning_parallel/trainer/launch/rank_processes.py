@@ -50,6 +50,7 @@ class RankProcesses:
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, Any] = {}
         self._telling: set[int] = set()  # ranks that have told of a failure
+        self._silent: list[int] = []  # ranks that have ended without a word, in the order in which they did
         self._failures: list[Failure] = []  # in the order in which they came
         self._deadline, self._terminated = float("inf"), False
         self._given_up: set[int] = set()
@@ -97,6 +98,7 @@ class RankProcesses:
         try:
             returned, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
+            self._silent.append(rank)
             self.processes[rank].join(_TERMINATE_S)
             return False
         if returned:
@@ -114,19 +116,28 @@ class RankProcesses:
             self.processes[failure.rank].kill()
 
     def _raise(self) -> NoReturn:
-        """The exception that the run ends with: the first that is not the echo of another."""
-        codes = {rank: child.exitcode for rank, child in enumerate(self.processes) if rank not in self._given_up}
-        dead = {rank: hint for rank, code in codes.items() if (hint := _killed(code))}
+        """The exception that the run ends with: the first that is not the echo of another.
+
+        A rank that has told of its failure is not lost, whatever ended it behind that.
+        """
+        silent = self._silent_ranks()
+        dead = {rank: hint for rank in silent if (hint := _killed(self.processes[rank].exitcode))}
         failure = min(self._failures, key=_is_echo, default=None)
         if failure is not None and failure.error is None and failure.rank in dead:
             self._raise_lost(failure.rank, failure.stage, dead[failure.rank])
         if dead and (failure is None or _is_echo(failure)):
-            rank = min(dead)
-            self._raise_lost(rank, None, dead[rank])
+            rank, hint = next(iter(dead.items()))
+            self._raise_lost(rank, None, hint)
         if failure is None:
-            rank, code = next((rank, code) for rank, code in codes.items() if rank not in self._answers)
-            self._raise_lost(rank, None, exit_hint(code) or "it did not end by itself")
+            hint = exit_hint(self.processes[silent[0]].exitcode) or "it did not end by itself"
+            self._raise_lost(silent[0], None, hint)
         raise_of(failure, len(self.processes))
+
+    def _silent_ranks(self) -> list[int]:
+        """Ranks of which nobody knows more than that they have ended, in that order, and behind them who has not."""
+        spoken = {*self._answers, *self._telling, *self._silent}
+        ranks = [*self._silent, *(rank for rank in range(len(self.processes)) if rank not in spoken)]
+        return [rank for rank in ranks if rank not in self._given_up]
 
     def _raise_lost(self, rank: int, stage: int | None, hint: str) -> NoReturn:
         raise_of(lost(rank, stage, f"{ENDED} ({hint})"), len(self.processes))
