@@ -108,6 +108,6 @@ def warn_of_unsaved(trainer: Trainer, why: str) -> None:
     if names:
         rank_zero_warn(
             f"{' and '.join(dict.fromkeys(names))} will save nothing if this run fails: {why}. Use"
-            " ModelCheckpoint(every_n_train_steps=...) beside it, and go on from its last file; or ZeROStrategy(stage=1),"
-            " under which the state behind the last whole step is saved."
+            " ModelCheckpoint(every_n_train_steps=...) beside it, and go on from its last file; or use"
+            " ZeROStrategy(stage=1), under which the state behind the last whole step is saved."
         )
