@@ -60,9 +60,11 @@ class WholeScalars:
         return op(self._whole(args[0]))
 
     def _reduce(self, op: Any, args: Any, kwargs: Any) -> Any:
-        if op in _SUMS_OF:
-            total = _SUMS_OF[op](*args, **kwargs)
-            return total / (args[0].numel() // max(total.numel(), 1))
+        dtype = kwargs.get("dtype") or args[0].dtype
+        if op in _SUMS_OF and dtype.is_floating_point:
+            # In 16 bits a sum may overflow where its mean does not.
+            total = _SUMS_OF[op](*args, **{**kwargs, "dtype": torch.promote_types(dtype, torch.float32)})
+            return (total / (args[0].numel() // max(total.numel(), 1))).to(dtype)
         assert self._handlers is not None
         own, before = self._handlers.pop(op), self._before[op]
         if before is not None:
