@@ -1,7 +1,8 @@
 """An end of a line between ranks: what a rank says of itself, and how silence and a lost connection are told apart.
 
 The one idea: a sign of life every second on a connection of its own. What only one end knows (who is there, whether all
-wait for each other) is left to `Hub` and `HeartbeatClient` (``heartbeats.py``). Belongs to the watch's thread.
+wait for each other) is left to `HeartbeatServer` and `HeartbeatClient` (``heartbeats.py``). Belongs to the watch's
+thread.
 """
 
 import select
@@ -45,7 +46,7 @@ class Peer:
 
 @dataclass
 class HeartbeatEndpoint:
-    """What `Hub` and `HeartbeatClient` share: peers, the first failure, and the judgement of silence.
+    """What `HeartbeatServer` and `HeartbeatClient` share: peers, the first failure, and the judgement of silence.
 
     Args:
         own: this rank.
