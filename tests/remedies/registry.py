@@ -6,12 +6,16 @@ reason. `OPEN` may only become shorter.
 
 from __future__ import annotations
 
+from tests.remedies.offers import OFFERS
+
 _FOLLOWED = "tests/remedies/test_followed.py::test_remedies_give_one_process_s_weights"
 _FIELDS = "tests/trainer/test_batch_fields.py::"
+_OFFERED = "tests/remedies/test_offered.py::test_what_a_message_proposes_runs"
 _REMEDIES = "tests/trainer/test_remedies.py::"
 _UNCUT = "tests/trainer/test_uncut_batches.py::"
 
 EXECUTED: dict[str, str] = {
+    **dict.fromkeys(OFFERS, _OFFERED),
     "pipeline.batch.fields._unclear": _FIELDS + "test_sampled_negatives_of_all_rows_are_declared",
     "pipeline.batch_norm.microbatch_norm.DeferredBatchNorm.says": _FOLLOWED,
     "pipeline.stage.derivatives": "tests/bugs/test_pytorch_47562.py::test_as_in_one_process_where_it_is_said_to_run",
@@ -70,12 +74,7 @@ EXPLAINED: dict[str, str] = {
 OPEN: frozenset[str] = frozenset(
     {
         "pipeline.gradients.data_axis.DataAxis._sum",
-        "callbacks.staleness.StalenessMonitor.setup",
-        "callbacks.stats.require_stats",
         "checkpoint.allowed.Untrusted.asks_for",
-        "checkpoint.room._words",
-        "checkpoint.sharded._whole",
-        "checkpoint.weights._names_fit",
         "parallel.attention.Heads.forward",
         "parallel.attention.refuse_attention",
         "parallel.attention_extras.joint_norms",
@@ -119,10 +118,6 @@ OPEN: frozenset[str] = frozenset(
         "pipeline.token_slices.microbatch.SlicedMicrobatch.backward",
         "pipeline.token_slices.attention.MultiHead._refuse",
         "pipeline.token_slices.repeats",
-        "pipeline.batch.uncuttable._refuse_graph",
-        "pipeline.batch.uncuttable._refuse_layout",
-        "pipeline.batch.uncuttable._refuse_object",
-        "pipeline.batch.uncuttable.refuse_what_cannot_be_cut",
         "pipeline.batch_norm.whole_batch_norm.WholeBatchNorm._computed_again",
         "pipeline.batch_norm.whole_batch_norm.WholeBatchNorm._computed_again#2",
         "pipeline.batch_norm.whole_batch_norm.WholeBatchNorm._refuse_mixed",
@@ -130,27 +125,11 @@ OPEN: frozenset[str] = frozenset(
         "parameter_server.from_torch.Rates._compare",
         "parameter_server.from_torch.Rates._compare#2",
         "parameter_server.hosting.Hosting.lost",
-        "parameter_server.consistency_names",
-        "parameter_server.consistency_names.rule_of",
         "parameter_server.table.refuse_sparse",
         "parameter_server.transport.zeromq.Node.__init__",
-        "strategies.arguments.read_schedule",
-        "strategies.base.MeshStrategy.__init__",
         "strategies.checkpoints.FileOrFolder.save_checkpoint",
-        "strategies.hybrid.HybridStrategy.__init__",
-        "strategies.hybrid.HybridStrategy.__init__#2",
         "strategies.hybrid.HybridStrategy._refuse_overlap",
-        "strategies.hybrid_states.DividedPipeline.__init__",
-        "strategies.hybrid_states.DividedPipeline.__init__#2",
         "strategies.meeting.MeetingStrategy.all_gather",
-        "strategies.parameter_server.ParameterServerStrategy.__init__",
-        "strategies.parameter_server.ParameterServerStrategy.__init__#2",
-        "strategies.parameter_server.ParameterServerStrategy._configure_launcher",
-        "strategies.pipeline_arguments",
-        "strategies.pipeline_arguments#2",
-        "strategies.pipeline_arguments#3",
-        "strategies.pipeline_schedules.PipelineSchedules._refuse_schedule",
-        "strategies.pipeline_schedules.PipelineSchedules._refuse_slices",
         "strategies.pipeline_steps.PipelineSteps._forward_context",
         "strategies.server_life.ServerLife.setup_environment",
         "strategies.server_steps.ServerSteps._meet",
@@ -159,11 +138,8 @@ OPEN: frozenset[str] = frozenset(
         "strategies.zero.refuse_settings#2",
         "strategies.zero.refuse_settings#3",
         "strategies.zero.refuse_settings#4",
-        "strategies.zero_division.ZeRODivision._checkpoint_blocks",
         "strategies.zero_division.ZeRODivision._shard",
-        "strategies.zero_division.ZeRODivision._size_of_groups",
         "parameter_server.trainer.sandblaster.batch_worker.refuse_steps",
-        "parameter_server.trainer.sandblaster.batch_worker.refuse_steps#2",
         "parameter_server.trainer.sandblaster.batch_worker.refuse_steps#3",
         "parameter_server.trainer.sandblaster.batch_worker.rows_of",
         "trainer.step.carried_state._says",
@@ -176,10 +152,6 @@ OPEN: frozenset[str] = frozenset(
         "trainer.refusals.refuse_synchronised_norms",
         "trainer.refusals.refuse_unsupported",
         "trainer.refusals.refuse_unsupported#4",
-        "parameter_server.trainer.server_plan.ServerPlan.__init__",
-        "parameter_server.trainer.server_plan.ServerPlan._update#2",
-        "parameter_server.trainer.server_plan.Wishes.__post_init__",
-        "parameter_server.trainer.server_plan.Wishes._refuse_pushes",
         "parameter_server.trainer.worker.ServerWorker.refuse_written",
         "trainer.step.step_log.StepLog._note",
         "zero.closed_parameters._refuse",
