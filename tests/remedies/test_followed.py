@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.strategies import PipelineStrategy, ZeROStrategy
+from lightning_parallel.strategies import HybridStrategy, PipelineStrategy, ZeROStrategy
 from tests.harness import free_port, run_ranks
 from tests.trainer.modules import WIDTH, Classifier, chain, row_loader
 from tests.trainer.pipelines import join_as_torchrun, make_trainer
@@ -118,6 +120,92 @@ class Normed(Classifier):
         super().__init__(chain(4, lambda: nn.BatchNorm1d(WIDTH)))
 
 
+class Carries(Classifier):
+    """Carries the hidden state of its recurrent layer from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4))
+        self.rnn, self.hidden = nn.LSTM(WIDTH, WIDTH), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.net(x)
+        out, hidden = self.rnn(x[None], self.hidden)
+        self.hidden = tuple(state.detach() for state in hidden)
+        return self.net(out[0])
+
+
+class WritesInPlace(Classifier):
+    """Layers that write into what they get."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4, lambda: nn.LeakyReLU(0.3, inplace=True)))
+
+
+class Checkpointed(Classifier):
+    """A checkpoint around each layer, and the first layer's weight is the second's."""
+
+    def __init__(self) -> None:
+        super().__init__(chain(4))
+        self.net[2].weight = self.net[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class CallsBackward(Classifier):
+    """A step that runs a backward of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].detach().requires_grad_()
+        self.net(x).pow(2).mean().backward()
+        return self.loss((x + 0.1 * x.grad, batch[1]))
+
+
+class Reversed(Classifier):
+    """Calls its layers in another order than it made them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList(reversed(chain(4))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.net):
+            x = layer(x)
+        return x
+
+
+class ClipsItself(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class LogsActivations(Classifier):
+    """Logs a value of a layer in the middle."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        middle = self.net[:2](batch[0])
+        loss = F.cross_entropy(self.net[2:](middle), batch[1])
+        self.log("middle", middle.abs().mean())
+        return loss
+
+
+class Manual(Scaled):
+    """A parameter of the module's own, with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 @dataclass(frozen=True)
 class Remedy:
     """Something a message proposes.
@@ -148,6 +236,27 @@ REMEDIES = {
     "gradients read": Remedy(ReadsGradients, lambda: ZeROStrategy(stage=2, engine="native")),
     "another parameter": Remedy(Replaces, lambda: ZeROStrategy(stage=2)),
     "norms": Remedy(Normed, lambda: PipelineStrategy(num_microbatches=1)),
+    "norms of the batch": Remedy(
+        Normed, lambda: PipelineStrategy(num_microbatches=2, batch_norm="batch", schedule="gpipe")
+    ),
+    "hooks of gradients, flat": Remedy(Hooked, lambda: ZeROStrategy(stage=2, engine="native")),
+    "dense embedding, copies": Remedy(Embedded, lambda: HybridStrategy(data_parallel_size=2)),
+    "carried state": Remedy(Carries, lambda: PipelineStrategy(num_microbatches=1, stages={"rnn": 0})),
+    "blocks that write": Remedy(WritesInPlace, lambda: PipelineStrategy(num_microbatches=2, recompute="none")),
+    "checkpoints around blocks": Remedy(Checkpointed, lambda: PipelineStrategy(num_microbatches=2)),
+    "checkpoints of a shared weight": Remedy(Checkpointed, lambda: ZeROStrategy(stage=2)),
+    "a backward in the step": Remedy(CallsBackward, lambda: ZeROStrategy(stage=1)),
+    "a backward in the step, 2": Remedy(CallsBackward, lambda: ZeROStrategy(stage=2)),
+    "another order": Remedy(
+        Reversed, lambda: PipelineStrategy(num_microbatches=2, blocks=[f"net.{i}" for i in reversed(range(7))])
+    ),
+    "clipped in a hook": Remedy(ClipsItself, lambda: PipelineStrategy(num_microbatches=2)),
+    "clipped by the Trainer": Remedy(
+        Classifier, lambda: PipelineStrategy(num_microbatches=2), {"gradient_clip_val": 0.05}
+    ),
+    "a logged activation": Remedy(LogsActivations, lambda: PipelineStrategy(num_microbatches=2, skip_connections=True)),
+    "a bare parameter": Remedy(Manual, lambda: ZeROStrategy(stage=2, engine="native")),
+    "counted blocks": Remedy(Classifier, lambda: PipelineStrategy(num_microbatches=2, partition="count")),
 }
 
 
