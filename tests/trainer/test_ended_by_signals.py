@@ -161,6 +161,35 @@ def test_a_signal_behind_the_beginning_of_the_last_batch_ends_all_ranks(strategy
     assert not new_children()
 
 
+class ToldBehindTeardown(ToldToEnd):
+    """The signal comes when the strategy has been torn down, with the loop that ran."""
+
+    def on_train_end(self) -> None:
+        loop = self.trainer.fit_loop
+        teardown = loop.teardown
+
+        def told() -> None:
+            self.maybe("loop's teardown")
+            teardown()
+
+        loop.teardown = told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("zero_2", 1), *(pytest.param(s, r, marks=pytest.mark.slow) for s in ("zero_2", "pipeline") for r in (0, 1))],
+)
+def test_a_signal_behind_the_strategy_s_teardown_ends_the_run(strategy, rank):
+    trainer = make_trainer(
+        STRATEGIES[strategy](start_method="fork"), 2, max_epochs=1, limit_val_batches=0, use_distributed_sampler=False
+    )
+    with pytest.raises(SIGTERMException) as caught:
+        trainer.fit(ToldBehindTeardown("loop's teardown", rank), row_loader((8, 8)))
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert f"rank {rank} was told to end (SIGTERM), and all ranks with it" in "".join(caught.value.__notes__)
+    assert not new_children()
+
+
 def test_folders_of_jobs_that_live_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder, lock = shared_files.make_folder()

@@ -58,14 +58,15 @@ def replace_sigterm_broadcast(trainer: Trainer, watch: Watch) -> Restore:
     agreement = _Agreement(trainer, watch)
     loop.__dict__[_LOOP_METHOD] = agreement.before_batch
     connector.__dict__[_HANDLER] = agreement.on_signal
-    return Restore(tuple(_remover(of.__dict__, name) for of, name in ((loop, _LOOP_METHOD), (connector, _HANDLER))))
+    removers = [_remover(of.__dict__, name) for of, name in ((loop, _LOOP_METHOD), (connector, _HANDLER))]
+    return Restore((*removers, agreement.close))
 
 
 class _Agreement:
     """Stands in for what Lightning does about SIGTERM."""
 
     def __init__(self, trainer: Trainer, watch: Watch) -> None:
-        self._trainer, self._watch, self._signalled = trainer, watch, False
+        self._trainer, self._watch, self._signalled, self._is_over = trainer, watch, False, False
         watch.last_batch.on_last = self._end
 
     def before_batch(self) -> None:
@@ -80,8 +81,12 @@ class _Agreement:
             self._trainer.strategy.launcher.kill(signal.Signals(signum))
         self._signalled = True
         self._watch.ask_to_end()
-        if not self._trainer.training:  # no batch is coming behind which to end
+        if self._is_over or not self._trainer.training:  # no batch is coming behind which to end
             self._trainer._signal_connector.received_sigterm = True
+
+    def close(self) -> None:
+        """The strategy is torn down; Lightning's table of handlers holds `on_signal` a moment longer."""
+        self._is_over = True
 
     def _end(self) -> None:
         """The last batch has begun: Lightning ends the run behind it."""

@@ -35,7 +35,7 @@ from lightning_parallel.secret import Secret
 from lightning_parallel.trainer.failure.reports import reported, show_notes, tell, where_of
 from lightning_parallel.trainer.launch.main_port import main_port
 from lightning_parallel.trainer.launch.parent_module import build_where_weights_go
-from lightning_parallel.trainer.launch.rank_processes import LAST_WORDS_S, RankProcesses
+from lightning_parallel.trainer.launch.rank_processes import LAST_WORDS_S, RankProcesses, told_to_end
 from lightning_parallel.trainer.launch.stopped_launcher import look_after_launcher
 from lightning_parallel.trainer.state.callback_states import load_callbacks, load_measured, measured_by
 
@@ -253,10 +253,19 @@ def _rank_main(
     try:
         with reported(launcher._strategy, trainer):
             launcher._wrapping_function(rank, trainer, function, args, kwargs, cast(Any, answer), states)
+            _end_if_told(rank, trainer)
         blob = pickle.dumps((True, answer.value))
     except BaseException as error:
         _fail(launcher, trainer, rank, error, pipe)
     pipe.send_bytes(blob)
+
+
+def _end_if_told(rank: int, trainer: Trainer | None) -> None:
+    """Raise for a SIGTERM that came when the strategy was torn down: nothing that Lightning runs then looks for it."""
+    if trainer is not None and trainer.received_sigterm:
+        error = told_to_end()
+        error.add_note(f"rank {rank} was told to end (SIGTERM), and all ranks with it")
+        raise error
 
 
 def _fail(
