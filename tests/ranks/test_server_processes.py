@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,12 @@ import torch
 from lightning_parallel.parameter_server import BSP, SGD, SSP, AddDelta, Layout, Rules
 from lightning_parallel.parameter_server.job import Job
 from lightning_parallel.parameter_server.launcher import Launch, launch
+from lightning_parallel.parameter_server.manager.manager import Manager
+from lightning_parallel.parameter_server.server.chain import MANAGER
+from lightning_parallel.parameter_server.server.server import Server
 from lightning_parallel.parameter_server.transport.session import LeaseLostError
+from lightning_parallel.parameter_server.transport.zeromq import Node
+from lightning_parallel.parameter_server.worker.client import Client
 from tests.harness import _fork, free_port
 
 SIZE = 8
@@ -188,6 +195,46 @@ def test_a_manager_that_is_killed_and_started_again_goes_on():
         assert_counts(vector, seqs)
 
 
+def pump(nodes: list[Node], until: Callable[[], bool], timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not until():
+        assert time.monotonic() < deadline
+        for node in nodes:
+            node.pump(0.001)
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_links_to_workers_that_left_are_closed():
+    """A manager and a server in this process; workers come, and leave or fall silent by turns."""
+    rules = counting(lease=0.3)
+    manager = Node(Manager(rules, 1, 0), 7, "tcp://127.0.0.1:*", {}, patience=0.05)
+    book = {MANAGER: manager.endpoint}
+    server = Node(Server("s", rules), 7, "tcp://127.0.0.1:*", book)
+    server.machine.endpoint = server.endpoint
+    server.send(server.machine.start(server.now()))
+    staying = [manager, server]
+    pump(staying, lambda: server.machine.view.number > 0)
+    before = num_open_files()
+    for index in range(4):
+        worker = Node(Client(f"w{index}", f"w{index}", rules), 7, "tcp://127.0.0.1:*", book)
+        client = worker.machine
+        client.endpoint = worker.endpoint
+        worker.send(client.start(worker.now()))
+        worker.send(client.seed(torch.zeros(SIZE)))
+        pump([*staying, worker], lambda client=client: client.address in client.view.endpoints)
+        assert client.address in manager.links
+        if index % 2:
+            worker.send(client.leave())
+            pump([*staying, worker], lambda client=client: client.address not in manager.machine.view.endpoints)
+        worker.close()
+        pump(staying, lambda: manager.links.keys() == {"s"} and num_open_files() <= before)
+    for node in staying:
+        node.close()
+
+
 def test_a_worker_that_is_stopped_past_its_lease_is_fenced():
     with launch(counting(consistency=SSP(0)), 1, 2) as started:
         workers = Workers(started.job, steps=6, hold_at=2, stops=0)
@@ -259,9 +306,6 @@ def test_a_restart_of_everything_resumes(tmp_path):
 
 
 def test_an_address_that_others_reach_needs_keys():
-    from lightning_parallel.parameter_server.manager.manager import Manager
-    from lightning_parallel.parameter_server.transport.zeromq import Node
-
     with pytest.raises(ValueError, match=r"0\.0\.0\.0:5555 is reached from other hosts\. Give keys=Keys\.make\(\)"):
         Node(Manager(counting(), 1, 1), 1, "tcp://0.0.0.0:5555", {})
 

@@ -80,7 +80,7 @@ class Sent:
 
 
 @contextmanager
-def stranger(charge: Charge, store: int, volley: int, seed: int = 0, silent: str = GLOO) -> Iterator:
+def stranger(charge: Charge, store: int, volley: int, seed: int = 0, last: str = GLOO) -> Iterator:
     """A stranger beside the run that the body makes; gives what the run's `UnderFire` needs, and what was sent.
 
     Args:
@@ -88,12 +88,12 @@ def stranger(charge: Charge, store: int, volley: int, seed: int = 0, silent: str
         store: the port of torch's store.
         volley: frames a port and step.
         seed: of what it sends.
-        silent: what says nothing to strangers at a TCP port.
+        last: what listens at a TCP port and is none of the others.
     """
     ours, theirs = _fork.Pipe()
     mark_read, mark = os.pipe()
     sent = Sent()
-    arguments = (Stranger(charge, store, volley, random.Random(seed), silent), os.getpid(), theirs, _inode(mark))
+    arguments = (Stranger(charge, store, volley, random.Random(seed), last), os.getpid(), theirs, _inode(mark))
     process = _fork.Process(target=_main, args=arguments)
     process.start()
     try:
@@ -176,7 +176,7 @@ class Stranger:
     store: int
     volley: int
     rng: random.Random
-    silent: str
+    last: str
     sent: Sent = field(default_factory=Sent)
     names: dict[Port, str] = field(default_factory=dict)
     open: deque[socket.socket] = field(default_factory=lambda: deque(maxlen=LEFT_OPEN))
@@ -211,7 +211,7 @@ class Stranger:
             return "hub's file" if first is None else "servers' file"
         if first is not None:
             return "servers' port"
-        return self.silent if answer is None else "watch" if len(answer) == 32 else "unknown"
+        return "watch" if answer is not None and len(answer) == 32 else self.last
 
     def _shoot(self, port: Port, name: str, damage: str) -> None:
         self.sent.frames[name] += 1

@@ -18,7 +18,7 @@ from tests.harness import free_port, run_ranks
 from tests.security.forged import Charge
 from tests.security.fuzzed import DAMAGES, GLOO, Sent, UnderFire, stranger
 from tests.trainer.hybrids import gpt_case
-from tests.trainer.modules import Classifier, row_loader
+from tests.trainer.modules import Classifier, row_dataset, row_loader
 from tests.trainer.pipelines import Case, Record, fit, join_as_torchrun
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", "300"))  # a port
@@ -35,19 +35,21 @@ class Run:
     listens: frozenset[str]
     case: Case = field(default_factory=lambda: Case(Classifier, row_loader, validate=False))
     num_nodes: int = 1
-    silent: str = GLOO  # says nothing to strangers
+    last: str = GLOO  # listens, and is none of the others
 
 
 OF_RANKS = frozenset({"store", "watch", GLOO})
 OF_ONE_HOST = frozenset({"hub's file", "servers' file"})
+DEALT = Case(Classifier, lambda: row_dataset(4 * 2 * STEPS, 4), validate=False)  # rows are dealt to the workers
 RUNS = {
     "pipeline": Run(lambda: PipelineStrategy(num_microbatches=4), OF_RANKS),
     "zero_2": Run(lambda: ZeROStrategy(stage=2, bucket_mb=1e-4), OF_RANKS),
     "tensor": Run(lambda: HybridStrategy(tensor_parallel_size=2, num_microbatches=4), OF_RANKS, gpt_case()),
-    "bsp on one host": Run(lambda: ParameterServerStrategy("bsp", num_servers=2), OF_ONE_HOST),
+    # with restarts, so that the hub listens all the time
+    "bsp on one host": Run(lambda: ParameterServerStrategy("bsp", num_servers=2, restarts=1), OF_ONE_HOST, DEALT),
     "bsp between hosts": Run(
-        lambda: ParameterServerStrategy("bsp", num_servers=2),
-        frozenset({"store", "hub's port", "servers' port"}), num_nodes=2, silent="hub's port",
+        lambda: ParameterServerStrategy("bsp", num_servers=2, restarts=1),
+        frozenset({"store", "hub's port", "servers' port"}), DEALT, num_nodes=2, last="hub's port",
     ),
 }  # fmt: skip
 
@@ -62,7 +64,11 @@ def train(run: Run, secret: bool, port: int, *more: Any, timeout: float = 140.0)
         if not secret:
             del os.environ[SECRET]
         warnings.filterwarnings("ignore", message=".*DistributedSampler")
-        options = {"use_distributed_sampler": False, "num_nodes": run.num_nodes, "callbacks": lambda: list(more)}
+        options = {
+            "use_distributed_sampler": run.case is DEALT,
+            "num_nodes": run.num_nodes,
+            "callbacks": lambda: list(more),
+        }
         return fit(run.case.but(trainer=options), run.strategy(), 2 // run.num_nodes)
 
     return run_ranks(on_rank, 2, group=False, timeout=timeout)
@@ -70,7 +76,7 @@ def train(run: Run, secret: bool, port: int, *more: Any, timeout: float = 140.0)
 
 def train_under_fire(run: Run, secret: bool, charge: Charge, frames: int) -> tuple[list[Record], Sent]:
     port = free_port()
-    with stranger(charge, port, -(-frames // STEPS), silent=run.silent) as (line, sent):
+    with stranger(charge, port, -(-frames // STEPS), last=run.last) as (line, sent):
         records = train(run, secret, port, UnderFire(line), timeout=140.0 + frames / 5)
     return records, sent
 

@@ -26,6 +26,8 @@ from lightning_parallel.parameter_server.transport.pyzmq import zmq
 from lightning_parallel.parameter_server.transport.slab import Slab, SlabReader
 from lightning_parallel.parameter_server.transport.virtual import Machine
 
+LONGEST_STAY = 6  # times `patience` that a link to a process that has left may still have something to send
+
 
 class Node:
     """A state machine with sockets.
@@ -71,6 +73,7 @@ class Node:
         self.links: dict[str, PeerLink] = {}
         self._number = time.time_ns()  # of the next message; one that is started again goes on above the last
         self._learnt = 0
+        self._left: dict[str, float] = {}  # whom the manager may still answer though they have left, and since when
         router = self.context.socket(zmq.ROUTER)
         reader = SlabReader(shared) if shared else None
         self.inbox = Inbox(router, job, most, self.counts, reader, borrows, machine.place)
@@ -111,6 +114,8 @@ class Node:
             except zmq.ZMQError:  # there is no such place
                 return None
             self.links[target] = link
+            if self.machine.address == MANAGER and self._learnt and target not in self.machine.view.endpoints:
+                self._left[target] = self.now()
         return link
 
     def proof(self, endpoint: str) -> CurveKeys | Password | None:
@@ -124,11 +129,27 @@ class Node:
             return
         self._learnt = view.number
         self.book |= view.endpoints
-        for address in [a for a in self.links if a not in view.endpoints and a != MANAGER]:
-            if self.machine.address != MANAGER:
-                self.links.pop(address).close()
-                if self.inbox.shared is not None:
-                    self.inbox.shared.forget(address)
+        gone = [a for a in self.links if a not in view.endpoints and a != MANAGER]
+        if self.machine.address == MANAGER:
+            self._left = {address: self._left.get(address, self.now()) for address in gone}
+            return
+        for address in gone:
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        self.links.pop(address).close()
+        if self.inbox.shared is not None:
+            self.inbox.shared.forget(address)
+
+    def _close_left(self) -> None:
+        """Close the manager's links to those that have left, once nothing waits there or they have stayed too long."""
+        now = self.now()
+        for address, since in list(self._left.items()):
+            link, stayed = self.links[address], now - since
+            is_idle = not link.has_more and not link.expects
+            if stayed > (self.patience if is_idle else LONGEST_STAY * self.patience):
+                del self._left[address]
+                self._forget(address)
 
     @staticmethod
     def now() -> float:
@@ -155,6 +176,8 @@ class Node:
             self._handle(message)
         del message  # and with it what it has borrowed
         self.inbox.give_back()
+        if self._left:
+            self._close_left()
         if due is not None and self.now() >= due:
             self.send(self.machine.handle(m.Message("", self.machine.address, 0, m.Wake()), self.now()))
         return got

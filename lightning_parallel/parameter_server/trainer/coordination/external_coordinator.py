@@ -154,6 +154,8 @@ def _serve(
             reception = Reception(listener, hosts.greet, expected)
         lines, processes, far = _all_come(reception.next, world_size, num_far, past)
         signal.alarm(0)
+        if not restarts:
+            reception.close()  # what listens and takes nobody in keeps connections waiting
         door = JoinListener(reception.next, processes, restarts, past)
         kill = lambda rank: _kill(processes[rank])  # noqa: E731
         hub = RunCoordinator(lines, restart=door.take_in, island_size=island_size, kill=kill, hosts=hosts, far=far)
